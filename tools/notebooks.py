@@ -1,0 +1,98 @@
+"""Execute the notebooks: `run` into build/ with papermill, or `regenerate` the outputs that are committed.
+
+    python tools/notebooks.py run [NOTEBOOK ...]          # what `make run` calls
+    python tools/notebooks.py regenerate [NOTEBOOK ...]   # what `make notebooks` calls
+
+It stands in a file because a Makefile can neither draw a progress bar nor say at the end what became of each notebook.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import re
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import papermill
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from traitlets.config import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 600  # seconds for one cell
+CONFIG = Config(KernelManager={"transport_encryption": "auto"})  # or each kernel warns that it is not encrypted
+
+
+def run(notebook: Path) -> Path:
+    """Execute with papermill, from the repository's folder, into build/; raise where a cell does."""
+    result = ROOT / "build" / notebook.name
+    result.parent.mkdir(exist_ok=True)
+    papermill.execute_notebook(
+        notebook,
+        result,
+        cwd=ROOT,
+        kernel_name="python3",
+        execution_timeout=TIMEOUT,
+        config=CONFIG,
+        progress_bar={"desc": notebook.stem, "bar_format": "{desc:26} {bar:30} {n_fmt}/{total_fmt} cells {elapsed}"},
+    )
+    return result
+
+
+def regenerate(notebook: Path) -> Path:
+    """Execute in the notebook's own folder and store what a reader would see; raise, and store nothing, on an error."""
+    content = nbformat.read(notebook, as_version=4)
+    NotebookClient(
+        content,
+        timeout=TIMEOUT,
+        kernel_name="python3",
+        config=CONFIG,
+        record_timing=False,
+        coalesce_streams=True,  # progress bars as they end, not each of their states
+    ).execute(cwd=str(notebook.parent))
+    for cell in content.cells:
+        if "readme_picture" in cell.metadata:
+            store_picture(cell, ROOT / "images" / cell.metadata["readme_picture"])
+    content.metadata.pop("papermill", None)
+    content.metadata["language_info"] = {"name": "python"}
+    nbformat.write(content, notebook)
+    return notebook
+
+
+def store_picture(cell: nbformat.NotebookNode, path: Path) -> None:
+    """The cell's picture as a file, for the README."""
+    data = next(output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {}))
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(base64.b64decode(data))
+
+
+def first_line(error: Exception) -> str:
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+    named = [line for line in lines if re.match(r"\w*(Error|Refused|Exception|Interrupt)\b", line)]
+    return (named or lines or [type(error).__name__])[-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=("run", "regenerate"))
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all in notebooks/")
+    arguments = parser.parse_args()
+    notebooks = arguments.notebooks or sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    action = run if arguments.action == "run" else regenerate
+    report, failed = [], False
+    for notebook in notebooks:
+        began = time.perf_counter()
+        try:
+            result, where = "ok", action(notebook.resolve()).relative_to(ROOT)
+        except (papermill.exceptions.PapermillException, CellExecutionError, OSError) as error:
+            result, where, failed = "FAILED", first_line(error), True
+        report.append(f"{notebook.stem:26} {time.perf_counter() - began:6.1f} s   {result:6}   {where}")
+    print("\n" + "\n".join(report))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
