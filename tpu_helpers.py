@@ -32,7 +32,7 @@ if "tensorflow" not in sys.modules and importlib.util.find_spec("tf_keras"):
     os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
 
 CHOICES = {"dataset": ("digits", "mnist"), "dtype": ("float32", "bfloat16", "float16")}
-LIMITS = {"virtual_replicas": 64, "per_replica_batch_size": 2**20, "epochs": 10_000, "steps": 10**6, "seed": 2**31 - 1}
+LIMITS = {"virtual_replicas": 64, "per_replica_batch_size": 2**30, "epochs": 10_000, "steps": 10**6, "seed": 2**31 - 1}
 
 
 class Refused(ValueError):
@@ -68,11 +68,11 @@ def check_parameters(**parameters: object) -> None:
 def quietly() -> Iterator[None]:
     """Keep TensorFlow's start-up chatter off the screen: `with quietly(): import tensorflow as tf`.
 
-    Drops TensorFlow's INFO lines, and the complaint of a machine without a GPU, which it writes to the process's stderr
-    below Python's reach; passes on all else. Plumbing of the notebooks' Setup cell.
+    Drops TensorFlow's INFO lines, and its complaints of what this CPU and a missing GPU cannot do, which it writes to
+    the process's stderr below Python's reach; passes on all else. Plumbing of the notebooks' Setup cell.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    chatter = rb"(?m)^(I\d{4} .*|WARNING: All log messages before absl.*|E\d{4} .*failed call to cuInit.*)\n"
+    chatter = rb"(?m)^(WARNING: All log messages before absl|I\d{4} |E\d{4} .*(failed call to cuInit|oneDNN)).*\n"
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)
@@ -220,8 +220,8 @@ def make_dataset(
 
     Built in notebooks/02_build_input_pipeline.ipynb. `images` uint8 [n, height, width, channels] and `labels` [n]
     become `dtype` [global_batch_size, height, width, channels], 0…1, and labels [global_batch_size]. For training
-    without end, shuffled anew each epoch and augmented, the same for the same `seed` and `tf.random.set_seed`; otherwise
-    one pass, in order, which says how many examples it leaves out if the batch does not divide them.
+    without end, shuffled anew each epoch and augmented, the same for the same `seed` and `tf.random.set_seed`;
+    otherwise one pass, in order, which says how many examples it leaves out if the batch does not divide them.
 
     Raises `Refused` for a batch that is no whole number, larger than the data or not divisible by `replicas`, an
     unknown `dtype`, and images and labels that are not as above.
@@ -326,7 +326,8 @@ def tune_batch_size(
         try:
             train(size, clock)
         except (tf.errors.ResourceExhaustedError, MemoryError) as error:
-            print(f"{size:11}   does not fit, so stopped here: {str(error).splitlines()[0]}")
+            reason = re.search(r".*(OOM|memory|exhausted|allocate).*|$", str(error), re.IGNORECASE).group()
+            print(f"{size:11}   does not fit, so stopped here. {type(error).__name__}: {reason}")
             break
         _check(len(ends) >= 3, f"train({size}, clock) ran {len(ends)} epochs: fit 3 or more, with callbacks=[clock].")
         examples = size * replicas * clock.params["steps"]

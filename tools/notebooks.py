@@ -72,7 +72,7 @@ def store_picture(cell: nbformat.NotebookNode, path: Path) -> None:
 def first_line(error: Exception) -> str:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
     named = [line for line in lines if re.match(r"\w*(Error|Refused|Exception|Interrupt)\b", line)]
-    return (named or lines or [type(error).__name__])[-1]
+    return (named or lines or [type(error).__name__])[-1].rstrip(": ")
 
 
 def main() -> int:
