@@ -326,7 +326,7 @@ def tune_batch_size(
         try:
             train(size, clock)
         except (tf.errors.ResourceExhaustedError, MemoryError) as error:
-            reason = re.search(r".*(OOM|memory|exhausted|allocate).*|$", str(error), re.IGNORECASE).group()
+            reason = re.search(r".*(OOM when|ut of memory|nable to allocate).*|$", str(error)).group()
             print(f"{size:11}   does not fit, so stopped here. {type(error).__name__}: {reason}")
             break
         _check(len(ends) >= 3, f"train({size}, clock) ran {len(ends)} epochs: fit 3 or more, with callbacks=[clock].")

@@ -1,0 +1,371 @@
+"""tpu_helpers: what each helper returns, and how it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import tpu_helpers
+from tpu_helpers import Refused, make_dataset, steps_per_epoch, throughput, tune_batch_size
+
+IMAGES = np.arange(20 * 28 * 28, dtype=np.uint32).astype("uint8").reshape(20, 28, 28, 1)
+LABELS = np.arange(20, dtype="int32")
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Python in a process of its own, for what is decided when TensorFlow starts."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def assert_one_sentence(refusal: pytest.ExceptionInfo, *parts: str) -> None:
+    sentence = str(refusal.value)
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+    assert ":" in sentence, "no remedy after a colon"
+    for part in parts:
+        assert part in sentence
+
+
+# --- the module itself
+
+
+def test_import_needs_no_tensorflow_and_picks_tf_keras():
+    code = "import os, sys, tpu_helpers; print('tensorflow' in sys.modules, os.environ['TF_USE_LEGACY_KERAS'])"
+    environment = {name: value for name, value in os.environ.items() if name != "TF_USE_LEGACY_KERAS"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "1"]
+
+
+def test_import_respects_the_callers_choice_of_keras():
+    result = run_python("import os, tpu_helpers; print(os.environ['TF_USE_LEGACY_KERAS'])", TF_USE_LEGACY_KERAS="0")
+    assert result.stdout.strip() == "0"
+
+
+def test_module_is_small():
+    assert len((ROOT / "tpu_helpers.py").read_text().splitlines()) <= 400
+
+
+def test_quietly_drops_chatter_and_passes_on_the_rest():
+    code = """
+import os, sys, tpu_helpers
+with tpu_helpers.quietly():
+    import tensorflow
+    os.write(2, b"W0000 something that matters\\n")
+"""
+    result = run_python(code)
+    assert result.returncode == 0
+    assert result.stderr == "W0000 something that matters\n"
+
+
+def test_quietly_lets_errors_through():
+    with pytest.raises(ZeroDivisionError), tpu_helpers.quietly():
+        _ = 1 / 0
+
+
+# --- parameters
+
+GOOD = {"dataset": "mnist", "virtual_replicas": 64, "epochs": np.int64(3), "seed": 0, "dtype": "bfloat16"}
+BAD = {
+    "dataset": ("cifar", None, 3, ["digits"]),
+    "dtype": ("float64", np.float32),
+    "virtual_replicas": (0, -1, 65, 2.0, "2", True, None),
+    "per_replica_batch_size": (0, -8, 8.5, float("nan"), 2**31, "all"),
+    "epochs": (0, 1e3),
+    "seed": (-1, 2**31, 0.5),
+}
+
+
+def test_good_parameters_are_accepted():
+    tpu_helpers.check_parameters(**GOOD)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_bad_parameters_are_refused_by_name_and_value(name, value):
+    with pytest.raises(Refused) as refusal:
+        tpu_helpers.check_parameters(**{name: value})
+    assert_one_sentence(refusal, f"{name}={value!r}")
+
+
+# --- data
+
+
+def test_digits_are_real_and_a_fixed_fifth_is_held_out():
+    (x_train, y_train), (x_val, y_val) = tpu_helpers.load_data("digits")
+    assert (x_train.shape, x_val.shape) == ((1437, 28, 28, 1), (360, 28, 28, 1))
+    assert {x_train.dtype.name, x_val.dtype.name} == {"uint8"}
+    assert {y_train.dtype.name, y_val.dtype.name} == {"int32"}
+    assert x_train.min() == 0
+    assert x_train.max() == 255
+    assert np.bincount(y_val).min() >= 34, "a class is missing from the validation set"
+    again = tpu_helpers.load_digits()
+    assert np.array_equal(again[1][0], x_val)
+
+
+def test_no_digit_is_both_in_training_and_in_validation():
+    (x_train, _), (x_val, _) = tpu_helpers.load_digits()
+    seen = {image.tobytes() for image in x_train}
+    assert not any(image.tobytes() in seen for image in x_val)
+
+
+def test_enlarged_digits_are_still_recognisable():
+    """The simplest classifier there is, so that the enlargement cannot have mixed up pixels or labels."""
+    from sklearn.neighbors import KNeighborsClassifier
+
+    (x_train, y_train), (x_val, y_val) = tpu_helpers.load_digits()
+    nearest = KNeighborsClassifier(1).fit(x_train.reshape(len(x_train), -1), y_train)
+    assert nearest.score(x_val.reshape(len(x_val), -1), y_val) > 0.97
+
+
+def test_mnist_without_a_network_is_one_sentence_within_seconds(tmp_path):
+    code = "import tpu_helpers\ntry: tpu_helpers.load_data('mnist')\nexcept tpu_helpers.Refused as error: print(error)"
+    began = time.perf_counter()
+    result = run_python(code, KERAS_HOME=str(tmp_path), HOME=str(tmp_path), https_proxy="http://127.0.0.1:9")
+    assert time.perf_counter() - began < 30
+    assert result.stdout.startswith("dataset='mnist' could not be downloaded (")
+    assert "dataset='digits'" in result.stdout
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_mnist_has_the_shapes_of_the_digits(tf, monkeypatch):
+    """The download itself is replaced: it needs a network."""
+    parts = ((IMAGES[..., 0], LABELS.astype("uint8")), (IMAGES[:5, ..., 0], LABELS[:5].astype("uint8")))
+    monkeypatch.setattr(tf.keras.datasets.mnist, "load_data", lambda: parts)
+    (x_train, y_train), (x_val, _) = tpu_helpers.load_data("mnist")
+    assert (x_train.shape, x_val.shape) == ((20, 28, 28, 1), (5, 28, 28, 1))
+    assert (x_train.dtype, y_train.dtype) == ("uint8", "int32")
+
+
+# --- the pipeline
+
+
+def test_training_batches_have_one_static_shape_and_the_asked_dtype(tf):
+    for dtype in tpu_helpers.CHOICES["dtype"]:
+        dataset = make_dataset(IMAGES, LABELS, 8, dtype=dtype)
+        images, labels = dataset.element_spec
+        assert (images.shape, labels.shape) == ((8, 28, 28, 1), (8,))
+        assert images.dtype == dtype
+        assert dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        assert 0 <= float(tf.reduce_min(next(iter(dataset))[0])) <= float(tf.reduce_max(next(iter(dataset))[0])) <= 1
+
+
+def test_each_epoch_has_every_example_once_in_a_new_order(tf):
+    labels = [batch.tolist() for _, batch in make_dataset(IMAGES, LABELS, 10).take(6).as_numpy_iterator()]
+    epochs = [labels[0] + labels[1], labels[2] + labels[3], labels[4] + labels[5]]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_same_seed_gives_the_same_examples(tf):
+    def first_three(seed):
+        batches = make_dataset(IMAGES, LABELS, 6, seed=seed).take(3).as_numpy_iterator()
+        return np.concatenate([images.ravel() for images, _ in batches])
+
+    assert np.array_equal(first_three(5), first_three(5))
+    assert not np.array_equal(first_three(5), first_three(6))
+
+
+def test_augmentation_differs_between_epochs(tf):
+    one = make_dataset(IMAGES[:1], LABELS[:1], 1)
+    first, second = (images for images, _ in one.take(2).as_numpy_iterator())
+    assert not np.array_equal(first, second)
+
+
+def test_validation_is_one_pass_in_order_as_it_is(tf, capsys):
+    batches = list(make_dataset(IMAGES, LABELS, 5, training=False).as_numpy_iterator())
+    assert capsys.readouterr().out == ""
+    assert np.array_equal(np.concatenate([labels for _, labels in batches]), LABELS)
+    np.testing.assert_allclose(np.concatenate([images for images, _ in batches]), IMAGES / 255, atol=1e-6)
+
+
+def test_validation_says_what_it_leaves_out(tf, capsys):
+    batches = make_dataset(IMAGES, LABELS, 8, training=False)
+    assert "4 of 20 examples" in capsys.readouterr().out
+    assert len(list(batches)) == 2
+
+
+def test_augment_keeps_shape_range_and_key(tf):
+    image = IMAGES[3]
+    changed = tpu_helpers.augment(image, [1, 2]).numpy()
+    assert changed.shape == image.shape
+    assert changed.dtype == "float32"
+    assert image.min() - 1e-3 <= changed.min()
+    assert changed.max() <= image.max() + 1e-3
+    assert np.array_equal(changed, tpu_helpers.augment(image, [1, 2]))
+    assert not np.array_equal(changed, tpu_helpers.augment(image, [1, 3]))
+
+
+def test_augment_moves_the_middle_by_two_pixels_at_most(tf):
+    image = np.zeros((29, 29, 1), "float32")
+    image[14, 14] = 1.0
+    for key in range(50):
+        row, column = np.unravel_index(np.argmax(tpu_helpers.augment(image, [0, key])), (29, 29))
+        assert max(abs(row - 14), abs(column - 14)) <= 3  # two pixels, times the scale
+
+
+REFUSED_DATASETS = {
+    "zero batch": ({"global_batch_size": 0}, "global_batch_size=0"),
+    "negative batch": ({"global_batch_size": -4}, "global_batch_size=-4"),
+    "fractional batch": ({"global_batch_size": 2.5}, "global_batch_size=2.5"),
+    "batch larger than the data": ({"global_batch_size": 21}, "global_batch_size=21 is larger than the data"),
+    "batch that replicas cannot share": ({"global_batch_size": 6, "replicas": 4}, "not divisible by replicas=4"),
+    "no replicas": ({"replicas": 0}, "replicas=0"),
+    "unknown dtype": ({"dtype": "int8"}, "dtype='int8'"),
+    "negative seed": ({"seed": -1}, "seed=-1"),
+    "images without channels": ({"images": IMAGES[..., 0]}, "images has shape (20, 28, 28)"),
+    "a list of images": ({"images": [1, 2]}, "images has shape ()"),
+    "images already scaled": ({"images": IMAGES / 255}, "images has dtype float64"),
+    "labels of another length": ({"labels": LABELS[:-1]}, "labels has length 19"),
+}
+
+
+@pytest.mark.parametrize(("change", "part"), REFUSED_DATASETS.values(), ids=REFUSED_DATASETS)
+def test_make_dataset_refuses(change, part):
+    arguments = {"images": IMAGES, "labels": LABELS, "global_batch_size": 4} | change
+    with pytest.raises(Refused) as refusal:
+        make_dataset(**arguments)
+    assert_one_sentence(refusal, part)
+
+
+# --- arithmetic and measurement
+
+
+@pytest.mark.parametrize(("examples", "batch", "steps"), [(1437, 64, 22), (64, 64, 1), (65, 64, 1), (60000, 1024, 58)])
+def test_steps_per_epoch(examples, batch, steps):
+    assert steps_per_epoch(examples, batch) == steps
+
+
+@pytest.mark.parametrize(
+    ("examples", "batch", "part"),
+    [(10, 11, "global_batch_size=11"), (10, 0, "global_batch_size=0"), (0, 1, "examples=0")],
+)
+def test_steps_per_epoch_refuses(examples, batch, part):
+    with pytest.raises(Refused) as refusal:
+        steps_per_epoch(examples, batch)
+    assert_one_sentence(refusal, part)
+
+
+def test_throughput_times_the_pipeline_and_the_step():
+    calls = []
+
+    def step(batch):
+        calls.append(batch)
+        time.sleep(0.002)
+        return 0.0
+
+    rate = throughput(itertools.repeat("batch"), 10, step, steps=4, repeats=3)
+    assert len(calls) == 4 * (3 + 1), "the first window is warm-up"
+    assert 0 < rate.lowest <= rate.median <= rate.highest <= 10 / 0.002
+
+
+def test_throughput_of_a_dataset(tf):
+    assert throughput(make_dataset(IMAGES, LABELS, 4), 4, steps=3, repeats=2).median > 0
+
+
+def test_throughput_refuses_batches_that_end(tf):
+    with pytest.raises(Refused) as refusal:
+        throughput(make_dataset(IMAGES, LABELS, 4, training=False), 4, steps=4, repeats=2)
+    assert_one_sentence(refusal, "ended after 1 of steps=4")
+
+
+@pytest.mark.parametrize("change", [{"steps": 0}, {"repeats": -1}, {"global_batch_size": 0.5}])
+def test_throughput_refuses(change):
+    with pytest.raises(Refused) as refusal:
+        throughput(**({"batches": itertools.repeat(0), "global_batch_size": 1} | change))
+    assert_one_sentence(refusal, next(iter(change)))
+
+
+def trainer(tf, epochs=4):
+    """A real, tiny training for `tune_batch_size`; `compare` makes a matrix of batch × batch."""
+
+    def train(size, clock):
+        layers = tf.keras.layers
+        compare = layers.Lambda(lambda x: tf.reduce_mean(tf.matmul(x, x, transpose_b=True), axis=1, keepdims=True))
+        model = tf.keras.Sequential([layers.Input((1,)), layers.Dense(1), compare])
+        model.compile("sgd", "mse")
+        data = tf.data.Dataset.from_tensors((tf.ones([size, 1]), tf.ones([size, 1]))).repeat()
+        model.fit(data, steps_per_epoch=2, epochs=epochs, callbacks=[clock], verbose=0)
+
+    return train
+
+
+def test_tune_batch_size_returns_a_row_a_size_in_order(tf, capsys):
+    rows = tune_batch_size(trainer(tf), [16, 8, 16], replicas=2)
+    assert [(row.per_replica_batch_size, row.global_batch_size) for row in rows] == [(8, 16), (16, 32)]
+    assert all(0 < row.lowest <= row.median <= row.highest for row in rows)
+    printed = capsys.readouterr().out.splitlines()
+    assert "measured" in printed[0]
+    assert len(printed) == 3
+
+
+def test_tune_batch_size_stops_cleanly_where_memory_ends(tf, capsys):
+    """TensorFlow's own out-of-memory error, which it gives after ten seconds of waiting for memory to be freed."""
+    rows = tune_batch_size(trainer(tf), [8, 2**24, 2**25], replicas=1)
+    assert [row.per_replica_batch_size for row in rows] == [8]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "does not fit" in last
+    assert "ResourceExhaustedError: OOM when allocating tensor" in last
+
+
+def test_tune_batch_size_stops_at_a_host_out_of_memory(tf, capsys):
+    def train(size, clock):
+        np.ones([size, size], "float32")
+        trainer(tf)(size, clock)
+
+    assert len(tune_batch_size(train, [8, 2**24], replicas=1)) == 1
+    assert "Unable to allocate" in capsys.readouterr().out
+
+
+def test_tune_batch_size_passes_on_other_errors(tf):
+    def train(size, clock):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        tune_batch_size(train, [8], replicas=1)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [8, -1], [1.5], [8, 2**40]])
+def test_tune_batch_size_refuses_sizes_before_any_work(sizes):
+    def train(size, clock):
+        raise AssertionError("work was done")
+
+    with pytest.raises(Refused) as refusal:
+        tune_batch_size(train, sizes, replicas=1)
+    assert_one_sentence(refusal, "per_replica_batch_size")
+
+
+def test_tune_batch_size_refuses_too_few_epochs(tf):
+    with pytest.raises(Refused) as refusal:
+        tune_batch_size(trainer(tf, epochs=2), [8], replicas=1)
+    assert_one_sentence(refusal, "ran 2 epochs")
+
+
+# --- plots
+
+
+def test_plots_draw_what_they_are_given(monkeypatch):
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "show", lambda: None)
+    tpu_helpers.plot_images(IMAGES[:13], range(13))
+    assert [axis.get_title() for axis in plt.gcf().axes] == [str(number) for number in range(13)]
+    curves = {"loss": [3, 2], "val_loss": [3, 1], "accuracy": [0.5, 0.6], "val_accuracy": [0.4, 0.7]}
+    tpu_helpers.plot_history(curves)
+    assert [list(line.get_ydata()) for axis in plt.gcf().axes for line in axis.lines] == list(curves.values())
+    plt.close("all")

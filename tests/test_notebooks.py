@@ -1,0 +1,120 @@
+"""Every notebook end to end, as papermill runs it from the repository's folder. (nbval runs each in its own folder.)"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+from conftest import NOTEBOOKS, ROOT
+from test_helpers import run_python
+
+NAMES = [notebook.stem for notebook in NOTEBOOKS]
+SMALL = {  # few steps: these runs are about the number of replicas
+    "01_connect_to_tpu": {},
+    "02_build_input_pipeline": {"per_replica_batch_size": 4},
+    "03_build_model_in_scope": {"per_replica_batch_size": 2, "steps": 3},
+    "04_fit": {"per_replica_batch_size": 8, "epochs": 2},
+    "05_tune_batch_size": {"per_replica_batch_size": 8, "largest_per_replica_batch_size": 16, "epochs": 2},
+    "06_enable_mixed_bfloat16": {"per_replica_batch_size": 8, "epochs": 1},
+}
+
+
+def execute(name: str, folder: Path, **parameters: object) -> nbformat.NotebookNode:
+    unknown = set(parameters) - set(papermill.inspect_notebook(ROOT / "notebooks" / f"{name}.ipynb"))
+    assert not unknown, f"{name} has no parameter {unknown}: papermill would only warn"
+    return papermill.execute_notebook(
+        ROOT / "notebooks" / f"{name}.ipynb",
+        folder / "result.ipynb",
+        parameters=parameters,
+        cwd=ROOT,
+        kernel_name="python3",
+        execution_timeout=300,
+        progress_bar=False,
+    )
+
+
+def printed(notebook: nbformat.NotebookNode) -> str:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "\n".join(output.text for output in outputs if output.output_type == "stream")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_with_its_defaults(name, tmp_path):
+    execute(name, tmp_path)
+
+
+def test_fit_reaches_97_percent_on_held_out_digits(tmp_path):
+    """The default seed is the default run's own business; this is another one."""
+    said = printed(execute("04_fit", tmp_path, seed=1))
+    accuracy = float(re.search(r"validation accuracy: ([\d.]+)%", said).group(1))
+    assert accuracy >= 97
+
+
+@pytest.mark.parametrize("virtual_replicas", [1, 2, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_on_any_number_of_replicas(name, virtual_replicas, tmp_path):
+    said = printed(execute(name, tmp_path, virtual_replicas=virtual_replicas, **SMALL[name]))
+    assert f"Training on {virtual_replicas} virtual replica(s)" in said
+
+
+def numbers_of(folder: Path, seed: int) -> list[str]:
+    said = printed(execute("04_fit", folder, seed=seed, **SMALL["04_fit"]))
+    return re.findall(r"(?:val_loss|loss|accuracy): [\d.]+|loss [\d.]+ in this loop", said)
+
+
+def test_the_same_seed_gives_the_same_numbers(tmp_path):
+    first, again, other = (numbers_of(tmp_path, seed) for seed in (3, 3, 4))
+    assert len(first) > 5
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_explained(name):
+    parameters = papermill.inspect_notebook(ROOT / "notebooks" / f"{name}.ipynb")
+    assert parameters
+    assert all(parameter["help"] for parameter in parameters.values()), "papermill shows these comments as help"
+
+
+def refusal_of(name: str, folder: Path, **parameters: object) -> tuple[int, str]:
+    """The first cell that fails, by its number among the code cells, and what the reader sees of it."""
+    with pytest.raises(papermill.PapermillExecutionError):
+        execute(name, folder, **parameters)
+    cells = [cell for cell in nbformat.read(folder / "result.ipynb", as_version=4).cells if cell.cell_type == "code"]
+    for number, cell in enumerate(cells):
+        for output in cell.outputs:
+            if output.output_type == "error":
+                return number, "\n".join(output.traceback)
+    raise AssertionError("no cell failed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bad_parameter_is_one_sentence_in_the_first_cells(name, tmp_path):
+    number, seen = refusal_of(name, tmp_path, virtual_replicas=0)
+    assert number <= 5  # papermill's own cells among them
+    assert seen.startswith("Refused: virtual_replicas=0 cannot be used:")
+    assert "\n" not in seen
+
+
+def test_a_batch_larger_than_the_data_is_one_sentence(tmp_path):
+    _, seen = refusal_of("04_fit", tmp_path, per_replica_batch_size=1000)
+    assert seen == "Refused: global_batch_size=2000 is larger than the data: pass at most 1,437."
+
+
+def test_mnist_without_a_network_is_one_sentence_in_the_notebook(tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    _, seen = refusal_of("04_fit", tmp_path, dataset="mnist")
+    assert seen.startswith("Refused: dataset='mnist' could not be downloaded (")
+    assert "\n" not in seen
+
+
+def test_a_notebook_opened_without_the_helpers_says_what_is_missing(tmp_path):
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
+    setup = next(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    result = run_python(f"import os; os.chdir({str(tmp_path)!r})\n" + setup)
+    assert result.returncode != 0
+    assert "tpu_helpers" in result.stderr.splitlines()[-1]

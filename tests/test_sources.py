@@ -1,0 +1,296 @@
+"""The repository as a reader sees it: notebooks, their stored outputs, links, style."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import statistics
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from conftest import NOTEBOOKS, ROOT
+
+import tpu_helpers
+
+CONTENT = {notebook.stem: nbformat.read(notebook, as_version=4) for notebook in NOTEBOOKS}
+HELPERS = ast.parse((ROOT / "tpu_helpers.py").read_text()).body
+# Not built in a notebook, because they are no lesson: refusing input, and silencing TensorFlow's start.
+PLUMBING = {"Refused", "check_parameters", "quietly"}
+
+each_notebook = pytest.mark.parametrize("name", CONTENT)
+
+
+def code_cells(name):
+    return [cell for cell in CONTENT[name].cells if cell.cell_type == "code"]
+
+
+def tagged(name, tag):
+    return [cell for cell in code_cells(name) if tag in cell.metadata.get("tags", [])]
+
+
+def prose(name):
+    return "\n\n".join(cell.source for cell in CONTENT[name].cells if cell.cell_type == "markdown")
+
+
+def stored(cell):
+    """All text that a cell's outputs show."""
+    texts = []
+    for output in cell.outputs:
+        texts.append(output.get("text", "") or output.get("data", {}).get("text/plain", ""))
+    return "\n".join(texts)
+
+
+# --- structure
+
+
+@each_notebook
+def test_one_title_three_things_to_learn_a_summary_and_what_comes_next(name):
+    first = CONTENT[name].cells[0].source
+    assert len(re.findall(r"^# ", prose(name), re.MULTILINE)) == 1
+    assert first.startswith("# ")
+    assert len(re.findall(r"^- ", first, re.MULTILINE)) == 3
+    assert "What you will learn" in first
+    assert "## Summary" in CONTENT[name].cells[-1].source
+    assert re.search(r"\]\(.+\)", CONTENT[name].cells[-1].source), "no link to what comes next"
+
+
+@each_notebook
+def test_parameters_are_tagged_and_each_line_is_explained(name):
+    (cell,) = tagged(name, "parameters")
+    assert all(re.fullmatch(r"\w+ = [^#]+  # .+", line) for line in cell.source.splitlines())
+
+
+def setup_lines(name):
+    """The Setup cell without its imports, which differ."""
+    lines = code_cells(name)[0].source.splitlines()
+    return [line for line in lines if line and not line.startswith(("import ", "from "))]
+
+
+@each_notebook
+def test_setup_is_the_same_everywhere(name):
+    assert setup_lines(name) == setup_lines("01_connect_to_tpu")
+
+
+@each_notebook
+def test_cells_are_short(name):
+    lengths = [len(cell.source.splitlines()) for cell in code_cells(name)]
+    assert statistics.median(lengths) <= 8
+    assert max(lengths) <= 30
+
+
+@each_notebook
+def test_plotting_can_be_skipped(name):
+    for cell in code_cells(name):
+        plots = "plt.subplots" in cell.source or "plt.figure" in cell.source
+        assert plots <= ("hide-input" in cell.metadata.get("tags", [])), cell.source[:80]
+    for cell in tagged(name, "hide-input"):
+        assert cell.source.startswith("# plot: ")
+
+
+@each_notebook
+def test_there_is_an_exercise_with_a_check(name):
+    assert len(tagged(name, "exercise")) == 1
+    (check,) = tagged(name, "exercise-check")
+    assert "assert " in check.source
+
+
+@each_notebook
+def test_there_are_pictures_and_proofs(name):
+    pictures = [output for cell in code_cells(name) for output in cell.outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) >= 2
+    assert sum(cell.source.count("assert") for cell in code_cells(name)) >= 4
+
+
+# --- stored outputs
+
+
+@each_notebook
+def test_outputs_come_from_one_run_from_top_to_bottom(name):
+    assert [cell.execution_count for cell in code_cells(name)] == list(range(1, len(code_cells(name)) + 1))
+
+
+@each_notebook
+def test_outputs_are_clean(name):
+    machine = [str(ROOT.parent) + "/", "/tmp/", "/home/", "/root/", "/Users/", "site-packages"]
+    for cell in code_cells(name):
+        assert not [output for output in cell.outputs if output.output_type == "error"]
+        assert not [output for output in cell.outputs if output.get("name") == "stderr"], stored(cell)
+        text = stored(cell)
+        assert not [path for path in machine if path in text], text
+        assert not re.search(r"warning|deprecat|INFO:|^[IWE]\d{4} |\x08|\r", text, re.IGNORECASE | re.MULTILINE), text
+
+
+@each_notebook
+def test_speeds_are_called_measured_predicted_or_recorded(name):
+    for cell in code_cells(name):
+        text = stored(cell)
+        if re.search(r"\d (ms|µs|s)\b|examples/s|/step\b", text) and "Epoch 1/" not in text:
+            assert re.search(r"measured|predicted|recorded", text), text
+
+
+@each_notebook
+def test_compared_cells_have_something_to_compare(name):
+    """nbval passes in silence where nothing is stored."""
+    for cell in tagged(name, "nbval-check-output"):
+        assert cell.outputs
+        assert cell.execution_count
+
+
+def test_some_outputs_are_compared():
+    assert sum(len(tagged(name, "nbval-check-output")) for name in CONTENT) >= 4
+
+
+@each_notebook
+def test_file_is_small_valid_and_of_no_particular_machine(name):
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    assert path.stat().st_size < 600_000
+    nbformat.validate(CONTENT[name])
+    assert len({cell.id for cell in CONTENT[name].cells}) == len(CONTENT[name].cells)
+    metadata = CONTENT[name].metadata
+    assert metadata.kernelspec == {"display_name": "Python 3", "language": "python", "name": "python3"}
+    assert metadata.language_info == {"name": "python"}
+    assert "papermill" not in json.dumps(CONTENT[name].metadata)
+
+
+# --- the lesson stays visible, and helpers are what the notebooks build
+
+
+def test_scope_compile_and_fit_stand_in_the_notebooks_and_in_no_helper():
+    code = ast.unparse(HELPERS)
+    for lesson in (".scope()", ".compile(", ".fit("):
+        assert lesson not in code
+    for name in ("03_build_model_in_scope", "04_fit", "05_tune_batch_size", "06_enable_mixed_bfloat16"):
+        source = "\n".join(cell.source for cell in code_cells(name))
+        assert "strategy.scope()" in source
+        assert "global_batch_size = per_replica_batch_size * replicas" in source
+
+
+def test_the_model_is_the_same_in_every_notebook():
+    cells = {cell.source for name in CONTENT for cell in code_cells(name) if cell.source.startswith("def build_model")}
+    assert len(cells) == 1
+
+
+class Bare(ast.NodeTransformer):
+    """Without docstring, type hints, imports, `_check…` lines: what a helper and its notebook's cell have in common."""
+
+    def visit_FunctionDef(self, node):
+        self.generic_visit(node)
+        node.returns = None
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        node.body = [line for line in node.body if not is_check(line)]
+        return node
+
+    def visit_ClassDef(self, node):
+        self.generic_visit(node)
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        return node
+
+    def visit_For(self, node):
+        self.generic_visit(node)
+        node.body = [line for line in node.body if not is_check(line)]
+        return node if node.body else None
+
+    def visit_arg(self, node):
+        node.annotation = None
+        return node
+
+    def visit_Import(self, node):
+        return None
+
+    visit_ImportFrom = visit_Import
+
+
+def is_check(line):
+    """A line that only refuses bad input, or prepares to."""
+    call = line.value if isinstance(line, ast.Expr | ast.Assign) else None
+    if isinstance(line, ast.Assign):
+        return any(isinstance(target, ast.Name) and target.id == "divides" for target in line.targets)
+    name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+    return name.startswith(("_check", "check_parameters"))
+
+
+def bare(node):
+    return ast.unparse(Bare().visit(ast.parse(ast.unparse(node)).body[0]))
+
+
+PUBLIC = {
+    node.name: node
+    for node in HELPERS
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+}
+BUILT = {
+    node.name: (name, node)
+    for name in CONTENT
+    for cell in tagged(name, "helper")
+    for node in ast.parse(cell.source).body
+    if isinstance(node, ast.FunctionDef | ast.ClassDef)
+}
+
+
+def test_every_helper_is_built_in_a_notebook():
+    assert set(PUBLIC) - PLUMBING == set(BUILT)
+
+
+@pytest.mark.parametrize("helper", BUILT)
+def test_helper_is_what_its_notebook_builds(helper):
+    _, built = BUILT[helper]
+    assert bare(PUBLIC[helper]) == bare(built)
+
+
+@pytest.mark.parametrize("helper", [helper for helper in BUILT if isinstance(PUBLIC[helper], ast.FunctionDef)])
+def test_helpers_docstring_names_its_notebook(helper):
+    documentation = ast.get_docstring(PUBLIC[helper])
+    assert f"{BUILT[helper][0]}.ipynb" in documentation
+
+
+def test_the_comparison_would_notice_a_difference():
+    helper = PUBLIC["make_dataset"]
+    changed = ast.parse(ast.unparse(helper).replace("drop_remainder=True", "drop_remainder=False")).body[0]
+    assert bare(changed) != bare(helper)
+    assert "_check" not in bare(helper)
+
+
+@pytest.mark.parametrize("helper", PUBLIC)
+def test_public_names_are_documented(helper):
+    assert getattr(tpu_helpers, helper).__doc__
+
+
+# --- links, style, and nothing of where this is developed
+
+
+@pytest.mark.parametrize("name", ["README", *CONTENT])
+def test_links_lead_to_files_that_exist(name):
+    text, folder = (prose(name), ROOT / "notebooks") if name in CONTENT else ((ROOT / "README.md").read_text(), ROOT)
+    for link in re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text):
+        if not link.startswith(("http://", "https://", "#")):
+            assert (folder / link.partition("#")[0]).exists(), f"{name} links to {link}"
+
+
+def test_readme_names_every_notebook_and_every_command():
+    readme = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f"notebooks/{name}.ipynb" in readme for name in CONTENT)
+    for command in re.findall(r"\bmake (\w+)", readme):
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE), f"make {command} is not in the Makefile"
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
+def test_ruff(arguments):
+    result = subprocess.run(
+        [sys.executable, "-m", "ruff", *arguments, "."], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+
+
+def test_nothing_of_where_the_kit_is_developed():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for path in tracked:
+        if not path.endswith(".png"):
+            text = (ROOT / path).read_text()
+            for place in (str(ROOT), "pypi" + ".org", "../" + "shared"):
+                assert place not in text, f"{path} names {place}"
