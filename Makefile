@@ -19,7 +19,7 @@ run: setup
 	@$(BIN)/python tools/notebooks.py run
 
 test: setup
-	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --nbval-lax --nbval-cell-timeout=600
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
 
 lab: setup
 	@$(BIN)/jupyter lab notebooks

@@ -33,6 +33,10 @@ if "tensorflow" not in sys.modules and importlib.util.find_spec("tf_keras"):
 
 CHOICES = {"dataset": ("digits", "mnist"), "dtype": ("float32", "bfloat16", "float16")}
 LIMITS = {"virtual_replicas": 64, "per_replica_batch_size": 2**30, "epochs": 10_000, "steps": 10**6, "seed": 2**31 - 1}
+INSTALL = (
+    "pip uninstall -y tensorflow tensorflow-cpu; "
+    "pip install tensorflow-tpu==2.20.0 'libtpu>=0.0.14,<0.0.32' && pip install --no-deps tf-keras==2.20.1"
+)
 
 
 class Refused(ValueError):
@@ -136,7 +140,8 @@ def connect(tpu: str | None = None, virtual_replicas: int = 1) -> tf.distribute.
             virtual_replicas = 1  # the attempt has started TensorFlow: its CPU can no longer be divided
     print(f"No TPU: {reason}.")
     print(f"Training on {virtual_replicas} virtual replica(s) of this CPU instead. To use a TPU: choose a TPU runtime,")
-    print("run `pip install tensorflow-tpu 'libtpu>=0.0.14,<0.0.32'` there, restart the kernel and connect again.")
+    print("run the following line there, restart the kernel and connect again.")
+    print(INSTALL)
     return virtual_strategy(virtual_replicas)
 
 
@@ -274,12 +279,13 @@ def throughput(
     that are not whole, and batches that end too soon.
     """
     check_parameters(global_batch_size=global_batch_size, steps=steps, repeats=repeats)
-    batches, rates = iter(batches), []
+    iterator, rates = iter(batches), []
     for _ in range(repeats + 1):
-        began, done = time.perf_counter(), 0
-        for _, batch in zip(range(steps), batches, strict=False):
-            result, done = step(batch) if step else 0, done + 1
-        _check(done == steps, f"batches ended after {done} of {steps=}: pass an endless dataset, or fewer steps.")
+        began = time.perf_counter()
+        for done in range(steps):
+            batch = next(iterator, None)
+            _check(batch is not None, f"batches ended after {done} of {steps=}: pass an endless dataset.")
+            result = step(batch) if step else 0
         float(result)
         rates.append(steps * global_batch_size / (time.perf_counter() - began))
     return Throughput(statistics.median(rates[1:]), min(rates[1:]), max(rates[1:]))
@@ -333,7 +339,7 @@ def tune_batch_size(
         examples = size * replicas * clock.params["steps"]
         rates = [examples / (end - begin) for begin, end in itertools.pairwise(ends)]
         rows.append(BatchTiming(size, size * replicas, statistics.median(rates), min(rates), max(rates)))
-        print("{:11}   {:6}   {:,.0f} ({:,.0f} … {:,.0f})".format(*rows[-1]))
+        print(f"{size:11}   {size * replicas:6}   {rows[-1].median:,.0f} ({min(rates):,.0f} … {max(rates):,.0f})")
     return rows
 
 
@@ -355,7 +361,8 @@ def plot_history(history: dict[str, list[float]]) -> None:
     """Loss and accuracy of a `fit`, training and validation, by epoch. Built in notebooks/04_fit.ipynb."""
     import matplotlib.pyplot as plt
 
-    for axis, name in zip(plt.subplots(1, 2, figsize=(10, 3.2))[1], ("loss", "accuracy"), strict=True):
+    _, axes = plt.subplots(1, 2, figsize=(10, 3.2))
+    for axis, name in zip(axes, ("loss", "accuracy"), strict=True):
         for key, label in ((name, "training"), (f"val_{name}", "validation")):
             axis.plot(range(1, len(history[key]) + 1), history[key], marker=".", label=label)
         axis.set(xlabel="epoch", ylabel=name)

@@ -14,13 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A notebook's cells under nbval share one kernel, so one worker; and what takes longest starts first."""
-    for item in items:
-        if item.path.suffix == ".ipynb":
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=lambda item: 0 if item.path.suffix == ".ipynb" else 1 if item.path.stem == "test_notebooks" else 2)
+    """What takes longest starts first, so that both workers finish together."""
+    items.sort(key=lambda item: item.path.stem != "test_notebooks")
 
 
 @pytest.fixture(scope="session")
