@@ -22,7 +22,7 @@ test: setup
 	@$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
 
 lab: setup
-	@$(BIN)/jupyter lab notebooks
+	@$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks
 
 notebooks: setup
 	@$(BIN)/python tools/notebooks.py regenerate

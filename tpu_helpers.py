@@ -139,8 +139,8 @@ def connect(tpu: str | None = None, virtual_replicas: int = 1) -> tf.distribute.
             reason = f"TPU {tpu!r} did not start, {type(error).__name__}: {str(error).splitlines()[0]}"
             virtual_replicas = 1  # the attempt has started TensorFlow: its CPU can no longer be divided
     print(f"No TPU: {reason}.")
-    print(f"Training on {virtual_replicas} virtual replica(s) of this CPU instead. To use a TPU: choose a TPU runtime,")
-    print("run the following line there, restart the kernel and connect again.")
+    print(f"Training on {virtual_replicas} virtual replica(s) of this CPU instead. To use a TPU:")
+    print("choose a TPU runtime, run the next line there, restart the kernel and connect again.")
     print(INSTALL)
     return virtual_strategy(virtual_replicas)
 
@@ -236,7 +236,7 @@ def make_dataset(
     import tensorflow as tf
 
     if not training and len(images) % global_batch_size:
-        print(f"{len(images) % global_batch_size} of {len(images):,} examples do not fill a batch and are left out.")
+        print(f"{len(images) % global_batch_size} of {len(images):,} examples fill no batch: left out.")
 
     def prepare(number, image, label):
         image = augment(image, tf.stack([seed, number])) if training else tf.cast(image, tf.float32)
@@ -338,8 +338,9 @@ def tune_batch_size(
         _check(len(ends) >= 3, f"train({size}, clock) ran {len(ends)} epochs: fit 3 or more, with callbacks=[clock].")
         examples = size * replicas * clock.params["steps"]
         rates = [examples / (end - begin) for begin, end in itertools.pairwise(ends)]
-        rows.append(BatchTiming(size, size * replicas, statistics.median(rates), min(rates), max(rates)))
-        print(f"{size:11}   {size * replicas:6}   {rows[-1].median:,.0f} ({min(rates):,.0f} … {max(rates):,.0f})")
+        median, lowest, highest = statistics.median(rates), min(rates), max(rates)
+        rows.append(BatchTiming(size, size * replicas, median, lowest, highest))
+        print(f"{size:11} {size * replicas:8}   {median:,.0f} ({lowest:,.0f} … {highest:,.0f})")
     return rows
 
 

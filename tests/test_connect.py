@@ -11,7 +11,6 @@ from test_helpers import run_python
 
 CONNECT = """
 import os, tpu_helpers
-{before}
 with tpu_helpers.quietly():
     import tensorflow as tf
 {between}
@@ -24,8 +23,8 @@ except tpu_helpers.Refused as error:
 """
 
 
-def connect(arguments="", before="", between="", after="", **environment):
-    code = CONNECT.format(arguments=arguments, before=before, between=between, after=after)
+def connect(arguments="", between="", after="", **environment):
+    code = CONNECT.format(arguments=arguments, between=between, after=after)
     result = run_python(code, **({"TPU_NAME": ""} | environment))
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -45,9 +44,7 @@ def test_a_tpu_that_does_not_start_is_named_with_tensorflows_own_words(how):
     said = {
         "argument": lambda: connect("tpu='local', virtual_replicas=4"),
         "environment": lambda: connect("virtual_replicas=4", TPU_NAME="local"),
-        "device file": lambda: connect(
-            "virtual_replicas=4", before="os.path.exists = lambda path: path == '/dev/accel0'"
-        ),
+        "device file": lambda: connect("virtual_replicas=4", between="os.path.exists = '/dev/accel0'.__eq__"),
     }[how]()
     assert "No TPU: TPU 'local' did not start, NotFoundError: " in said
     assert "ConfigureDistributedTPU" in said
