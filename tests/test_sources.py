@@ -65,8 +65,8 @@ def test_parameters_are_tagged_and_each_line_is_explained(name):
 
 def setup_lines(name):
     """The Setup cell without its imports, which differ."""
-    lines = code_cells(name)[0].source.splitlines()
-    return [line for line in lines if line and not line.startswith(("import ", "from "))]
+    statements = ast.parse(code_cells(name)[0].source).body
+    return [ast.unparse(line) for line in statements if not isinstance(line, ast.Import | ast.ImportFrom)]
 
 
 @each_notebook
