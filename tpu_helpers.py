@@ -356,16 +356,3 @@ def plot_images(images: np.ndarray, titles: Sequence[object], columns: int = 10)
         axis.set_title(title, fontsize=9)
         axis.axis("off")
     plt.show()
-
-
-def plot_history(history: dict[str, list[float]]) -> None:
-    """Loss and accuracy of a `fit`, training and validation, by epoch. Built in notebooks/04_fit.ipynb."""
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots(1, 2, figsize=(10, 3.2))
-    for axis, name in zip(axes, ("loss", "accuracy"), strict=True):
-        for key, label in ((name, "training"), (f"val_{name}", "validation")):
-            axis.plot(range(1, len(history[key]) + 1), history[key], marker=".", label=label)
-        axis.set(xlabel="epoch", ylabel=name)
-        axis.legend(frameon=False)
-    plt.show()
