@@ -87,7 +87,8 @@ def quietly() -> Iterator[None]:
             os.close(stderr)
             caught.seek(0)
             sys.stderr.write(re.sub(chatter, b"", caught.read()).decode(errors="replace"))
-    sys.modules["tensorflow"].get_logger().setLevel("WARNING")
+    if "tensorflow" in sys.modules:
+        sys.modules["tensorflow"].get_logger().setLevel("WARNING")
 
 
 def virtual_strategy(replicas: int) -> tf.distribute.MirroredStrategy:
@@ -136,7 +137,8 @@ def connect(tpu: str | None = None, virtual_replicas: int = 1) -> tf.distribute.
             print(f"TPU {tpu!r}: {strategy.num_replicas_in_sync} replicas.")
             return strategy
         except (ValueError, RuntimeError, tf.errors.OpError) as error:
-            reason = f"TPU {tpu!r} did not start, {type(error).__name__}: {str(error).splitlines()[0]}"
+            message = str(error).partition("\n")[0]
+            reason = f"TPU {tpu!r} did not start, {type(error).__name__}: {message}"
             virtual_replicas = 1  # the attempt has started TensorFlow: its CPU can no longer be divided
     print(f"No TPU: {reason}.")
     print(f"Training on {virtual_replicas} virtual replica(s) of this CPU instead. To use a TPU:")
@@ -181,7 +183,8 @@ def load_data(dataset: str = "digits") -> tuple[tuple[np.ndarray, np.ndarray], t
         with contextlib.redirect_stdout(None):  # the progress bar
             parts = tf.keras.datasets.mnist.load_data()
     except Exception as error:  # noqa: BLE001 - Keras raises a bare Exception when a download fails
-        failed = f"dataset='mnist' could not be downloaded ({str(error).splitlines()[0]})"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        failed = f"dataset='mnist' could not be downloaded ({reason})"
         raise Refused(f"{failed}: connect to a network, or use dataset='digits'.") from None
     finally:
         socket.setdefaulttimeout(patience)
