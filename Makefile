@@ -1,5 +1,7 @@
-# make run    execute every notebook into build/           make lab        open the notebooks in JupyterLab
-# make test   the whole suite                              make notebooks  regenerate the committed outputs
+# make run    execute every notebook into build/           make lab           open the notebooks in JupyterLab
+# make test   the whole suite                              make notebooks     regenerate the committed outputs
+# make test-hosts    in environments like Colab's, ...     make test-browser  in a real browser
+# make standalone    notebooks that carry their helper     make publish, make kaggle: see the README
 # All set up .venv first, once. TF=2.20 uses that TensorFlow (in .venv-2.20), KERAS=3 trains with Keras 3.
 
 VENV := .venv$(if $(TF),-$(TF))
@@ -13,7 +15,7 @@ ifeq ($(KERAS),3)
 export TF_USE_LEGACY_KERAS := 0
 endif
 
-.PHONY: run test lab notebooks setup clean
+.PHONY: run test test-hosts test-browser lab notebooks standalone publish kaggle setup clean
 
 run: setup
 	@$(BIN)/python tools/notebooks.py run
@@ -21,11 +23,30 @@ run: setup
 test: setup
 	@$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
 
+# Environments are kept in .hosts/, one for each host: the second run installs nothing.
+test-hosts: setup
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup -m hosts
+
+test-browser: $(VENV)/ready-browser
+	@$(BIN)/python -m pytest -m browser
+
 lab: setup
 	@$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks
 
 notebooks: setup
 	@$(BIN)/python tools/notebooks.py regenerate
+
+standalone: setup
+	@$(BIN)/python tools/publish.py standalone
+
+publish: setup
+ifeq ($(origin REPO),undefined)
+	@echo "Say where: make publish REPO=owner/name TAG=v1.0.0 (make publish REPO= takes the links out)"; exit 1
+endif
+	@$(BIN)/python tools/publish.py links "$(REPO)" "$(TAG)"
+
+kaggle: setup
+	@$(BIN)/python tools/publish.py kaggle "$(KAGGLE_USER)" "$(NOTEBOOK)"
 
 setup: $(READY)
 
@@ -36,5 +57,9 @@ $(READY): requirements.txt
 	@$(BIN)/python -m pip install --quiet --requirement requirements.txt $(if $(TF),"tensorflow==$(TF).*" "tf-keras==$(TF).*")
 	@touch $@
 
+$(VENV)/ready-browser: $(READY) requirements-browser.txt
+	@$(BIN)/python -m pip install --quiet --requirement requirements-browser.txt
+	@touch $@
+
 clean:
-	rm -rf build .venv .venv-* .pytest_cache .ruff_cache
+	rm -rf build .hosts .venv .venv-* .pytest_cache .ruff_cache

@@ -1,17 +1,18 @@
 """What the notebooks share: one file, to be copied whole or in part.
 
-Importing it does no work and needs no TensorFlow. Import it before TensorFlow: where tf-keras is installed and you have
-not decided otherwise, it sets TF_USE_LEGACY_KERAS=1, so that `tf.keras` is tf-keras, as in Google's own TPU jobs.
+Import it before TensorFlow. Unless you have decided otherwise, it sets TF_USE_LEGACY_KERAS=1 if tf-keras is there, so
+that `tf.keras` is tf-keras, as in Google's own TPU jobs; and TPU_LOAD_LIBRARY=0 if no TPU can be used, since importing
+tensorflow-tpu would search for one for minutes, or end the process.
 
 Each helper is built by hand in the notebook that its docstring names; the code there is the same, without docstring,
 type hints, imports and the `_check…` lines, which refuse bad input in one sentence before any work is done.
 """
 
-from __future__ import annotations
-
 import contextlib
+import importlib.metadata
 import importlib.util
 import itertools
+import mmap
 import numbers
 import os
 import re
@@ -20,23 +21,25 @@ import statistics
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import numpy as np
-    import tensorflow as tf
-
-if "tensorflow" not in sys.modules and importlib.util.find_spec("tf_keras"):
-    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
+from collections import namedtuple
+from pathlib import Path
 
 CHOICES = {"dataset": ("digits", "mnist"), "dtype": ("float32", "bfloat16", "float16")}
 LIMITS = {"virtual_replicas": 64, "per_replica_batch_size": 2**30, "epochs": 10_000, "steps": 10**6, "seed": 2**31 - 1}
-INSTALL = (
-    "pip uninstall -y tensorflow tensorflow-cpu; "
-    "pip install tensorflow-tpu==2.20.0 'libtpu>=0.0.14,<0.0.32' && pip install --no-deps tf-keras==2.20.1"
-)
+TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly")  # each overwrites the others' files
+CHIPS = ("/dev/accel0", "/dev/vfio/0")  # where TensorFlow's XLA looks for a TPU in this machine
+PCI = "/sys/bus/pci/devices"  # where Linux lists them all
+CHIP_KINDS = {"0x0027": "v2 or v3, 16 or 32", "0x005e": "v4, 32", "0x0062": "v5p, 95", "0x0063": "v5e, 16"}
+CHIP_KINDS |= {"0x006f": "v6e, 32", "0x0076": "TPU7x, which TensorFlow does not support, 192"}
+HOSTS = {"KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "COLAB_RELEASE_TAG": "Colab", "BINDER_LAUNCH_HOST": "Binder"}
+HOSTS |= {"VERTEX_PRODUCT": "Vertex AI", "TPU_WORKER_ID": "a TPU VM"}
+SHOWN = ("TPU_NAME", "TPU_ACC", "TPU_LOAD", "TPU_SKIP", "ISTPUVM", "TF_USE_LEGACY", *HOSTS)
+PATIENCE = 30  # seconds to wait for an answer from the network
+RUN = "run this in a cell, restart the kernel, run all cells:\n"
+INSTALL = """\
+%pip uninstall -y tensorflow tensorflow-cpu
+%pip install tensorflow-tpu==2.20.0 'libtpu>=0.0.14,<0.0.32'
+%pip install --no-deps tf-keras==2.20.1"""
 
 
 class Refused(ValueError):
@@ -63,17 +66,16 @@ def check_parameters(**parameters: object) -> None:
             _check(isinstance(value, str) and value in CHOICES[name], f"{name}={value!r} is unknown: pass {known}.")
             continue
         least, most = int(name != "seed"), LIMITS.get(name, 2**40)
-        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        accepted = whole and least <= value <= most
+        accepted = isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= value <= most
         _check(accepted, f"{name}={value!r} cannot be used: pass a whole number from {least} to {most:,}.")
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def quietly():
     """Keep TensorFlow's start-up chatter off the screen: `with quietly(): import tensorflow as tf`.
 
-    Drops TensorFlow's INFO lines, and its complaints of what this CPU and a missing GPU cannot do, which it writes to
-    the process's stderr below Python's reach; passes on all else. Plumbing of the notebooks' Setup cell.
+    Drops INFO lines, and complaints of what this CPU and a missing GPU cannot do, which it writes to the process's
+    stderr below Python's reach. Raises `Refused`, with the cell to run, where TensorFlow is missing.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     chatter = rb"(?m)^(WARNING: All log messages before absl|I\d{4} |E\d{4} .*(failed call to cuInit|oneDNN)).*\n"
@@ -82,6 +84,11 @@ def quietly() -> Iterator[None]:
         os.dup2(caught.fileno(), 2)
         try:
             yield
+        except ModuleNotFoundError as error:
+            if error.name != "tensorflow":
+                raise
+            cell = INSTALL if find_tpu()[0] else "%pip install 'tensorflow>=2.20,<2.22' 'tf-keras>=2.20,<2.22'"
+            raise Refused(f"TensorFlow is not installed here: {RUN}{cell}") from None
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
@@ -91,7 +98,7 @@ def quietly() -> Iterator[None]:
         sys.modules["tensorflow"].get_logger().setLevel("WARNING")
 
 
-def virtual_strategy(replicas: int) -> tf.distribute.MirroredStrategy:
+def virtual_strategy(replicas: int):
     """Real synchronous data parallelism without a TPU: `replicas` virtual devices on this CPU.
 
     Built in notebooks/01_connect_to_tpu.ipynb. TensorFlow divides its CPU once, when it starts: call this before any
@@ -114,71 +121,163 @@ def virtual_strategy(replicas: int) -> tf.distribute.MirroredStrategy:
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)], cross_device_ops=one_device)
 
 
-def connect(tpu: str | None = None, virtual_replicas: int = 1) -> tf.distribute.Strategy:
-    """A `TPUStrategy` if a TPU answers; else say why not, and return virtual replicas on the CPU.
+def installed(*packages: str) -> str:
+    """Those of the packages that are installed here, with their versions, such as "libtpu 0.0.21.1"."""
+    there = [name for name in packages if any(importlib.metadata.distributions(name=name))]
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in there)
 
-    Built in notebooks/01_connect_to_tpu.ipynb. `tpu` is a name, or "local" for chips in this machine; left out,
-    TPU_NAME is read, then the two places searched where TensorFlow's XLA looks for chips. `virtual_replicas` stand in
-    where there is no TPU. Raises `Refused` as `virtual_strategy` does.
+
+def tpu_functions(library: str) -> set[bytes]:
+    """Names of libtpu's functions in a library: those libtensorflow_cc.so.2 calls, or libtpu.so offers.
+
+    Built in notebooks/01_connect_to_tpu.ipynb. TensorFlow looks the functions up by name, so comparing the two says
+    whether they fit. Empty where there is no such file.
+    """
+    if not os.path.exists(library):
+        return set()
+    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return set(re.findall(rb"\0(Tpu\w+_\w+)(?=\0)", content))
+
+
+def chip_holders(chip: str) -> set[str]:
+    """Pids of other processes that have a chip's device file open. Built in notebooks/01_connect_to_tpu.ipynb."""
+    pids = set()
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            pids |= {file.parts[2]} if os.readlink(file).startswith(chip.rstrip("0")) else set()
+    return pids - {str(os.getpid())}
+
+
+def find_tpu(tpu: str | None = None) -> tuple[str, str, str]:
+    """(name, problem, remedy): the TPU to connect to ("": none), what keeps TensorFlow from it ("": nothing known).
+
+    Built in notebooks/01_connect_to_tpu.ipynb. `tpu` as for `connect`. Only looks at files, and needs no TensorFlow:
+    with a libtpu that does not fit, its import would end the process.
+    """
+    chip = next(filter(os.path.exists, CHIPS), None)
+    tpu = tpu or os.environ.get("TPU_NAME") or ("local" if chip else "")
+    if not chip and tpu in ("", "local"):
+        where = f"no chip at {CHIPS[0]} or {CHIPS[1]}, and no name of a TPU elsewhere"
+        return tpu, where, f"on a TPU runtime, {RUN}{INSTALL}"
+    tensorflow, libtpu = map(importlib.util.find_spec, ("tensorflow", "libtpu"))
+    if not tensorflow or not tensorflow.origin:
+        return tpu, "TensorFlow is not installed", RUN + INSTALL
+    if tpu != "local":
+        return tpu, "", ""
+    library = os.path.join(os.path.dirname(tensorflow.origin), "libtensorflow_cc.so.2")
+    called = tpu_functions(library)
+    if os.path.exists(library) and not called:
+        return tpu, f"{installed(*TENSORFLOWS)} was built without TPU support", RUN + INSTALL
+    driver = os.path.join(os.path.dirname(libtpu.origin), "libtpu.so") if libtpu else "/lib/libtpu.so"
+    missing = called - tpu_functions(os.environ.get("TPU_LIBRARY_PATH", driver))
+    if missing:
+        lacks = f"{installed('libtpu') or 'libtpu'} lacks {len(missing)} of {len(called)} functions TensorFlow calls"
+        return tpu, f"{lacks}, such as {min(missing).decode()}", f"{RUN}%pip install libtpu==0.0.21.1"
+    if pids := " ".join(sorted(chip_holders(chip))):
+        return tpu, f"process {pids} holds the chip", f"shut that notebook's kernel down, or {RUN}!kill {pids}"
+    if "tensorflow" in sys.modules and os.environ.get("TPU_LOAD_LIBRARY") == "0":
+        return tpu, "TensorFlow was imported with TPU_LOAD_LIBRARY=0, without libtpu", "restart the kernel."
+    return tpu, "", ""
+
+
+def connect(tpu: str | None = None, virtual_replicas: int = 1):
+    """A `TPUStrategy` if a TPU answers; else say why not, what mends it, and return the GPUs or virtual replicas.
+
+    Built in notebooks/01_connect_to_tpu.ipynb. `tpu` is a name, an address ("grpc://10.0.0.2:8470") or "local" for
+    chips in this machine; left out, TPU_NAME is read, then chips are looked for. An address has `PATIENCE` seconds to
+    answer. `virtual_replicas` stand in where there is neither TPU nor GPU. Raises `Refused` as `virtual_strategy` does.
     """
     check_parameters(virtual_replicas=virtual_replicas)
     _check(tpu is None or isinstance(tpu, str), f"tpu={tpu!r} is not a name: pass a string, such as tpu='local'.")
+    import grpc  # TensorFlow brings it
     import tensorflow as tf
 
-    chip = any(os.path.exists(path) for path in ("/dev/accel0", "/dev/vfio/0"))
-    tpu = tpu or os.environ.get("TPU_NAME") or ("local" if chip else None)
-    reason = "no chip at /dev/accel0 or /dev/vfio/0, and no TPU_NAME in the environment"
-    if tpu:
+    tpu, problem, remedy = find_tpu(tpu)
+    if not problem:
         try:
             resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=tpu)
+            address = resolver.master()
+            if address.startswith("grpc://"):  # on the network: TensorFlow would wait for ever
+                with grpc.insecure_channel(address.removeprefix("grpc://")) as channel:
+                    grpc.channel_ready_future(channel).result(timeout=PATIENCE)
             tf.config.experimental_connect_to_cluster(resolver)
             tf.tpu.experimental.initialize_tpu_system(resolver)
             strategy = tf.distribute.TPUStrategy(resolver)
-            print(f"TPU {tpu!r}: {strategy.num_replicas_in_sync} replicas.")
+            print(f"TPU {tpu!r}: {strategy.num_replicas_in_sync} replica(s).")
             return strategy
-        except (ValueError, RuntimeError, tf.errors.OpError) as error:
-            message = str(error).partition("\n")[0]
-            reason = f"TPU {tpu!r} did not start, {type(error).__name__}: {message}"
-            virtual_replicas = 1  # the attempt has started TensorFlow: its CPU can no longer be divided
-    print(f"No TPU: {reason}.")
-    print(f"Training on {virtual_replicas} virtual replica(s) of this CPU instead. To use a TPU:")
-    print("choose a TPU runtime, run the next line there, restart the kernel and connect again.")
-    print(INSTALL)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+            words = str(error).partition("\n")[0] or f"no answer within {PATIENCE} s"
+            problem = f"TPU {tpu!r} did not start, {type(error).__name__}: {words}; it is too late to divide the CPU"
+            remedy = "see if it is up (!gcloud compute tpus tpu-vm list --zone=-), restart the kernel."
+            virtual_replicas = 1  # the attempt may have started TensorFlow, which divides its CPU only before
+    print(f"No TPU: {problem}.")
+    if gpus := tf.config.list_physical_devices("GPU"):
+        print(f"Training on {len(gpus)} GPU(s) instead. To use a TPU: {remedy}")
+        return tf.distribute.MirroredStrategy()
+    print(f"Training on {virtual_replicas} virtual replica(s) of this CPU instead. To use a TPU: {remedy}")
     return virtual_strategy(virtual_replicas)
 
 
-def load_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """scikit-learn's 1,797 handwritten digits, enlarged from 8×8 to 28×28; a fixed fifth held out. No network.
+def describe(strategy=None) -> str:
+    """A table to paste into a bug report: host, TPU, replicas, HBM, versions, and what is unusual about them.
 
-    Built in notebooks/02_build_input_pipeline.ipynb. Returns ((x_train, y_train), (x_val, y_val)): uint8
-    [n, 28, 28, 1] and int32 [n].
+    Built in notebooks/01_connect_to_tpu.ipynb. Chips are told by their PCI ids (github.com/jax-ml/jax,
+    jax/_src/hardware_utils.py); HBM is what docs.cloud.google.com/tpu/docs states for a chip, not read from it.
     """
+    google = [file for file in Path(PCI).glob("*/vendor") if file.read_text().strip() == "0x1ae0"]
+    kinds = [CHIP_KINDS.get(file.with_name("device").read_text().strip()) for file in google]
+    chips = [f"{kinds.count(kind)} × {kind} GiB of HBM" for kind in {*kinds} - {None}]
+    tensorflow, keras = installed(*TENSORFLOWS), installed("tf-keras", "keras")
+    used = sys.modules["tensorflow"].keras.Model.__module__.split(".")[0] if "tensorflow" in sys.modules else "unknown"
+    tpu, problem, _ = find_tpu()
+    unusual = {
+        problem: tpu,
+        "a TPU on the PCI bus, but no device file: is this a container without --device?": chips and not tpu,
+        "several TensorFlow packages, which overwrite each other's files": "," in tensorflow,
+        "tf.keras is Keras 3, whose maintainers do not test it with TPUStrategy": used == "keras",
+    }
+    hosts = [HOSTS[name] for name in HOSTS if name in os.environ]
+    rows = {
+        "host": f"{', '.join(hosts) or 'your own'}, {sys.platform}, {os.cpu_count()} CPU cores",
+        "TPU": f"{tpu or 'none'} (chips on the PCI bus: {', '.join(chips) or 'none'})",
+        "strategy": strategy and f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} replica(s)",
+        "TensorFlow": tensorflow or "not installed",
+        "Keras": f"{keras or 'not installed'}; tf.keras is {used}",
+        "others": f"Python {sys.version.split()[0]}, {installed('libtpu', 'jax', 'jaxlib', 'protobuf', 'numpy')}",
+        "environment": " ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(SHOWN)),
+        "unusual": "; ".join(text for text, true in unusual.items() if true) or "nothing",
+    }
+    return "\n".join(f"{name:12} {text}" for name, text in rows.items())
+
+
+if "tensorflow" not in sys.modules:
+    if importlib.util.find_spec("tf_keras"):
+        os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
+    if find_tpu()[:2] != ("local", ""):
+        os.environ.setdefault("TPU_LOAD_LIBRARY", "0")
+
+
+def load_data(dataset: str = "digits") -> tuple[tuple, tuple]:
+    """((x_train, y_train), (x_val, y_val)) of "digits" (scikit-learn's, from 8×8) or "mnist" (downloaded by Keras).
+
+    Built in notebooks/02_build_input_pipeline.ipynb. Images uint8 [n, 28, 28, 1], labels int32 [n]. Raises `Refused`
+    for another name, and for "mnist" where there is no network.
+    """
+    check_parameters(dataset=dataset)
     import numpy as np
+    import tensorflow as tf
     from scipy import ndimage  # scikit-learn brings it
     from sklearn import datasets, model_selection
 
-    small, labels = datasets.load_digits(return_X_y=True)
-    images = ndimage.zoom(small.reshape(-1, 8, 8), (1, 3.5, 3.5), order=1, mode="nearest", grid_mode=True)
-    images = np.rint(images / 16 * 255).astype("uint8")[..., np.newaxis]
-    x_train, x_val, y_train, y_val = model_selection.train_test_split(
-        images, labels.astype("int32"), test_size=0.2, random_state=0, stratify=labels
-    )
-    return (x_train, y_train), (x_val, y_val)
-
-
-def load_data(dataset: str = "digits") -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """((x_train, y_train), (x_val, y_val)) of "digits" (offline) or "mnist" (downloaded once, kept by Keras).
-
-    Built in notebooks/02_build_input_pipeline.ipynb. uint8 [n, 28, 28, 1] and int32 [n]. Raises `Refused` for another
-    name, and within seconds for "mnist" where there is no network.
-    """
-    check_parameters(dataset=dataset)
     if dataset == "digits":
-        return load_digits()
-    import tensorflow as tf
-
+        small, labels = datasets.load_digits(return_X_y=True)
+        images = ndimage.zoom(small.reshape(-1, 8, 8), (1, 3.5, 3.5), order=1, mode="nearest", grid_mode=True)
+        images = np.rint(images / 16 * 255).astype("uint8")[..., np.newaxis]
+        parts = {"test_size": 0.2, "random_state": 0, "stratify": labels}
+        split = model_selection.train_test_split(images, labels.astype("int32"), **parts)
+        return (split[0], split[2]), (split[1], split[3])
     patience = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(10)  # seconds; without it a dead network is waited for, for ever
+    socket.setdefaulttimeout(PATIENCE)  # without it a dead network is waited for, for ever
     try:
         with contextlib.redirect_stdout(None):  # the progress bar
             parts = tf.keras.datasets.mnist.load_data()
@@ -191,7 +290,7 @@ def load_data(dataset: str = "digits") -> tuple[tuple[np.ndarray, np.ndarray], t
     return tuple((images[..., None], labels.astype("int32")) for images, labels in parts)
 
 
-def augment(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+def augment(image, key):
     """One image turned by up to ±12°, scaled by up to ±12 % and shifted by up to ±2 pixels.
 
     Built in notebooks/02_build_input_pipeline.ipynb. `image` [height, width, channels]; `key` int [2]: the same key
@@ -204,40 +303,33 @@ def augment(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
     cos, sin = (1 + 0.12 * scale) * tf.cos(0.21 * turn), (1 + 0.12 * scale) * tf.sin(0.21 * turn)
     x, y = (width - 1) / 2, (height - 1) / 2  # the middle, which is turned about and then moved
     matrix = [cos, -sin, x - cos * x + sin * y + 2 * right, sin, cos, y - sin * x - cos * y + 2 * down, 0.0, 0.0]
-    moved = tf.raw_ops.ImageProjectiveTransformV3(
+    return tf.raw_ops.ImageProjectiveTransformV3(
         images=tf.cast(image, tf.float32)[tf.newaxis],
         transforms=tf.stack(matrix)[tf.newaxis],
         output_shape=[height, width],
         fill_value=0.0,
         interpolation="BILINEAR",
-    )
-    return moved[0]
+    )[0]
 
 
-def make_dataset(
-    images: np.ndarray,
-    labels: np.ndarray,
-    global_batch_size: int,
-    *,
-    training: bool = True,
-    replicas: int = 1,
-    seed: int = 0,
-    dtype: str = "float32",
-) -> tf.data.Dataset:
+def make_dataset(images, labels, global_batch_size, *, training=True, replicas=1, seed=0, dtype="float32"):
     """Cache, shuffle, repeat, augment, batch, prefetch: batches that all have one static shape.
 
     Built in notebooks/02_build_input_pipeline.ipynb. `images` uint8 [n, height, width, channels] and `labels` [n]
     become `dtype` [global_batch_size, height, width, channels], 0…1, and labels [global_batch_size]. For training
     without end, shuffled anew each epoch and augmented, the same for the same `seed` and `tf.random.set_seed`;
-    otherwise one pass, in order, which says how many examples it leaves out if the batch does not divide them.
-
-    Raises `Refused` for a batch that is no whole number, larger than the data or not divisible by `replicas`, an
-    unknown `dtype`, and images and labels that are not as above.
+    otherwise one pass, in order, which says how many examples it leaves out if the batch does not divide them. Raises
+    `Refused` for other images or labels, an unknown `dtype`, a batch too large or not divisible by `replicas`.
     """
     check_parameters(global_batch_size=global_batch_size, replicas=replicas, seed=seed, dtype=dtype)
-    _check_examples(images, labels, global_batch_size, replicas)
+    import numpy as np
     import tensorflow as tf
 
+    _check(np.ndim(images) == 4, f"images has shape {np.shape(images)}: pass [n, height, width, channels].")
+    _check(images.dtype == "uint8", f"images has dtype {images.dtype}: pass uint8, 0…255, scaled by make_dataset.")
+    _check(len(labels) == len(images), f"labels has length {len(labels)}: pass one for each of {len(images):,} images.")
+    _check(global_batch_size <= len(images), f"{global_batch_size=} exceeds the data: pass at most {len(images)}.")
+    _check(global_batch_size % replicas == 0, f"{global_batch_size=} is not divisible by {replicas=}: pass a multiple.")
     if not training and len(images) % global_batch_size:
         print(f"{len(images) % global_batch_size} of {len(images):,} examples fill no batch: left out.")
 
@@ -253,33 +345,16 @@ def make_dataset(
     return dataset.batch(global_batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
 
 
-def _check_examples(images, labels, global_batch_size, replicas) -> None:
-    shape, dtype, batch = getattr(images, "shape", ()), getattr(images, "dtype", None), f"{global_batch_size=}"
-    _check(len(shape) == 4, f"images has shape {shape}: pass [n, height, width, channels].")
-    _check(dtype == "uint8", f"images has dtype {dtype}: pass uint8, 0…255, which make_dataset scales last.")
-    _check(len(labels) == len(images), f"labels has length {len(labels)}: pass one for each of {len(images):,} images.")
-    _check(global_batch_size <= len(images), f"{batch} is larger than the data: pass at most {len(images):,}.")
-    divides = global_batch_size % replicas == 0
-    _check(divides, f"{batch} is not divisible by {replicas=}: pass per-replica batch size × replicas.")
+Throughput = namedtuple("Throughput", "median lowest highest")
+BatchTiming = namedtuple("BatchTiming", "per_replica_batch_size global_batch_size median lowest highest")
 
 
-class Throughput(NamedTuple):
-    """Examples per second, *measured* on this machine: the median of several timings, the lowest and the highest."""
+def throughput(batches, global_batch_size: int, step=None, *, steps=20, repeats=5) -> Throughput:
+    """Examples/s that `batches` gives, or that `step` takes when called with each: *measured*, median, lowest, highest.
 
-    median: float
-    lowest: float
-    highest: float
-
-
-def throughput(
-    batches: Iterable, global_batch_size: int, step: Callable | None = None, *, steps: int = 20, repeats: int = 5
-) -> Throughput:
-    """Examples per second that `batches` gives, or that `step` takes when called with each batch.
-
-    Built in notebooks/02_build_input_pipeline.ipynb. `batches`: a dataset, a distributed one or
-    `itertools.repeat(batch)`, of at least (repeats + 1) × steps batches; the first `steps` are warm-up. `step(batch)`
-    returns a scalar; the last of each timing is read, as devices work asynchronously. Raises `Refused` for numbers
-    that are not whole, and batches that end too soon.
+    Built in notebooks/02_build_input_pipeline.ipynb. `batches`: an endless dataset, a distributed one or
+    `itertools.repeat(batch)`; the first `steps` are warm-up. `step(batch)` returns a scalar; the last of each timing is
+    read, as devices work asynchronously. Raises `Refused` if a number is not whole or batches end early.
     """
     check_parameters(global_batch_size=global_batch_size, steps=steps, repeats=repeats)
     iterator, rates = iter(batches), []
@@ -294,26 +369,7 @@ def throughput(
     return Throughput(statistics.median(rates[1:]), min(rates[1:]), max(rates[1:]))
 
 
-def steps_per_epoch(examples: int, global_batch_size: int) -> int:
-    """Whole global batches in `examples`. Built in notebooks/04_fit.ipynb. Raises `Refused` where there is none."""
-    check_parameters(examples=examples, global_batch_size=global_batch_size)
-    _check(global_batch_size <= examples, f"{global_batch_size=} is larger than the data: pass at most {examples:,}.")
-    return examples // global_batch_size
-
-
-class BatchTiming(NamedTuple):
-    """A row of `tune_batch_size`: examples per second *measured* with one per-replica batch size."""
-
-    per_replica_batch_size: int
-    global_batch_size: int
-    median: float
-    lowest: float
-    highest: float
-
-
-def tune_batch_size(
-    train: Callable[[int, tf.keras.callbacks.Callback], object], per_replica_batch_sizes: Sequence[int], replicas: int
-) -> list[BatchTiming]:
+def tune_batch_size(train, per_replica_batch_sizes, replicas: int) -> list[BatchTiming]:
     """Time training at each per-replica batch size, smallest first; stop cleanly at the first that does not fit.
 
     Built in notebooks/05_tune_batch_size.ipynb. `train(per_replica_batch_size, clock)` builds, compiles and fits a
@@ -329,9 +385,7 @@ def tune_batch_size(
     print("per replica   global   examples/s, measured: median (lowest … highest)")
     for size in sorted(set(per_replica_batch_sizes)):
         ends = []
-        clock = tf.keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, logs, ends=ends: ends.append(time.perf_counter())
-        )
+        clock = tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda *_, ends=ends: ends.append(time.perf_counter()))
         try:
             train(size, clock)
         except (tf.errors.ResourceExhaustedError, MemoryError) as error:
@@ -341,21 +395,6 @@ def tune_batch_size(
         _check(len(ends) >= 3, f"train({size}, clock) ran {len(ends)} epochs: fit 3 or more, with callbacks=[clock].")
         examples = size * replicas * clock.params["steps"]
         rates = [examples / (end - begin) for begin, end in itertools.pairwise(ends)]
-        median, lowest, highest = statistics.median(rates), min(rates), max(rates)
-        rows.append(BatchTiming(size, size * replicas, median, lowest, highest))
-        print(f"{size:11} {size * replicas:8}   {median:,.0f} ({lowest:,.0f} … {highest:,.0f})")
+        rows.append(BatchTiming(size, size * replicas, statistics.median(rates), min(rates), max(rates)))
+        print(f"{size:11} {size * replicas:8}   {rows[-1].median:,.0f} ({min(rates):,.0f} … {max(rates):,.0f})")
     return rows
-
-
-def plot_images(images: np.ndarray, titles: Sequence[object], columns: int = 10) -> None:
-    """Images [n, height, width, 1] in rows, each with its title. Built in notebooks/02_build_input_pipeline.ipynb."""
-    import matplotlib.pyplot as plt
-
-    rows = -(-len(images) // columns)
-    figure = plt.figure(figsize=(columns, 1.25 * rows))
-    for place, (image, title) in enumerate(zip(images, titles, strict=True), 1):
-        axis = figure.add_subplot(rows, columns, place)
-        axis.imshow(image[..., 0], cmap="gray_r")
-        axis.set_title(title, fontsize=9)
-        axis.axis("off")
-    plt.show()

@@ -1,16 +1,22 @@
-"""connect(): what it finds, what it says, what it falls back to. Each case in a process of its own.
+"""find_tpu(), connect() and describe(): what they find, say and fall back to. Each case in a process of its own.
 
-There is no TPU here. The cases with a chip fake it at the outermost edge only, the device file and the environment;
-TensorFlow's own attempt to start it, and its failure, are real.
+There is no TPU here. A chip is faked at the outermost edge only: the place where its device file is looked for, the PCI
+bus, the address. What TensorFlow then does is real. test_hosts.py has the packages of the real hosts.
 """
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+
 import pytest
 from test_helpers import run_python
 
+import tpu_helpers
+
 CONNECT = """
-import os, tpu_helpers
+import os, sys, tpu_helpers
 with tpu_helpers.quietly():
     import tensorflow as tf
 {between}
@@ -30,25 +36,124 @@ def connect(arguments="", between="", after="", **environment):
     return result.stdout
 
 
+@pytest.fixture
+def chip(tmp_path, monkeypatch):
+    """A device file, where this process looks for one."""
+    path = tmp_path / "accel0"
+    path.touch()
+    monkeypatch.setattr(tpu_helpers, "CHIPS", (str(path), "/dev/vfio/0"))
+    monkeypatch.delenv("TPU_NAME", raising=False)
+    return path
+
+
 @pytest.mark.parametrize("replicas", [1, 3, 12])
 def test_without_a_tpu_it_says_why_and_what_mends_it(replicas):
     said = connect(f"virtual_replicas={replicas}")
     assert "No TPU: no chip at /dev/accel0 or /dev/vfio/0" in said
     assert f"Training on {replicas} virtual replica(s)" in said
-    assert "pip install tensorflow-tpu" in said
+    assert said.count(tpu_helpers.INSTALL) == 1
     assert f"REPLICAS {replicas} MirroredStrategy" in said
 
 
-@pytest.mark.parametrize("how", ["argument", "environment", "device file"])
-def test_a_tpu_that_does_not_start_is_named_with_tensorflows_own_words(how):
-    said = {
-        "argument": lambda: connect("tpu='local', virtual_replicas=4"),
-        "environment": lambda: connect("virtual_replicas=4", TPU_NAME="local"),
-        "device file": lambda: connect("virtual_replicas=4", between="os.path.exists = '/dev/accel0'.__eq__"),
-    }[how]()
-    assert "No TPU: TPU 'local' did not start, NotFoundError: " in said
-    assert "ConfigureDistributedTPU" in said
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_a_local_tpu_without_a_chip(how):
+    said = connect("tpu='local'") if how == "argument" else connect(TPU_NAME="local")
+    assert "No TPU: no chip at /dev/accel0 or /dev/vfio/0" in said
+
+
+def test_a_chip_and_a_tensorflow_without_tpu_support(chip):
+    said = connect("virtual_replicas=4", between=f"tpu_helpers.CHIPS = ({str(chip)!r}, '')")
+    assert "was built without TPU support" in said
+    assert tpu_helpers.INSTALL in said
+    assert "REPLICAS 4" in said, "nothing was started, so the CPU can still be divided"
+
+
+def test_a_chip_and_no_tensorflow(chip, monkeypatch):
+    monkeypatch.setattr(tpu_helpers.importlib.util, "find_spec", lambda name: None)
+    assert tpu_helpers.find_tpu() == ("local", "TensorFlow is not installed", tpu_helpers.RUN + tpu_helpers.INSTALL)
+
+
+def write_libraries(folder, monkeypatch, called, offered):
+    """A TensorFlow and a libtpu that consist of names."""
+    for package, file, names in [("tensorflow", "libtensorflow_cc.so.2", called), ("libtpu", "libtpu.so", offered)]:
+        (folder / package).mkdir()
+        (folder / package / file).write_bytes(b"\0".join([b"ELF", *names, b"end"]))
+        (folder / package / "__init__.py").touch()
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    find = lambda name: tpu_helpers.importlib.machinery.PathFinder.find_spec(name, [str(folder)])  # noqa: E731
+    monkeypatch.setattr(tpu_helpers.importlib.util, "find_spec", find)
+
+
+def test_a_libtpu_that_lacks_functions(chip, tmp_path, monkeypatch):
+    write_libraries(tmp_path, monkeypatch, [b"TpuCompile_Run", b"TpuNode_New", b"TpuNode_Free"], [b"TpuNode_New"])
+    name, problem, remedy = tpu_helpers.find_tpu()
+    assert name == "local"
+    assert problem.endswith("lacks 2 of 3 functions TensorFlow calls, such as TpuCompile_Run")
+    assert remedy.endswith("%pip install libtpu==0.0.21.1")
+
+
+def test_nothing_in_the_way(chip, tmp_path, monkeypatch):
+    write_libraries(tmp_path, monkeypatch, [b"TpuNode_New"], [b"TpuNode_New", b"TpuNode_Free"])
+    monkeypatch.setenv("TPU_LOAD_LIBRARY", "1")
+    assert tpu_helpers.find_tpu() == ("local", "", "")
+
+
+def test_a_chip_that_another_process_holds(chip, tmp_path, monkeypatch):
+    write_libraries(tmp_path, monkeypatch, [b"TpuNode_New"], [b"TpuNode_New"])
+    code = f"import sys; file = open({str(chip)!r}); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        _, problem, remedy = tpu_helpers.find_tpu()
+        other.stdin.close()
+    assert problem == f"process {other.pid} holds the chip"
+    assert remedy.endswith(f"!kill {other.pid}")
+    with open(chip):
+        assert not tpu_helpers.chip_holders(str(chip)), "this process itself does not count"
+
+
+def test_a_tensorflow_imported_without_libtpu_has_to_be_imported_again(chip, tmp_path, monkeypatch):
+    write_libraries(tmp_path, monkeypatch, [b"TpuNode_New"], [b"TpuNode_New"])
+    monkeypatch.setenv("TPU_LOAD_LIBRARY", "0")
+    monkeypatch.setitem(sys.modules, "tensorflow", sys.modules.get("tensorflow", tpu_helpers))
+    assert "imported with TPU_LOAD_LIBRARY=0" in tpu_helpers.find_tpu()[1]
+    assert tpu_helpers.find_tpu()[2] == "restart the kernel."
+
+
+@pytest.mark.parametrize(("environment", "expected"), [({}, "0"), ({"TPU_LOAD_LIBRARY": "1"}, "1")])
+def test_without_a_tpu_tensorflow_is_told_not_to_search_for_one_unless_you_decided(environment, expected):
+    code = "import os, tpu_helpers; print(os.environ['TPU_LOAD_LIBRARY'])"
+    assert run_python(code, **environment).stdout == expected + "\n"
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_an_address_that_does_not_answer_has_a_time_limit(listening):
+    """With `listening` something takes the call and says nothing, which TensorFlow itself waits for without end."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listening:
+            server.listen()
+        address = f"grpc://127.0.0.1:{server.getsockname()[1]}"
+        said = connect(f"tpu={address!r}, virtual_replicas=1", between="tpu_helpers.PATIENCE = 2")
+    assert f"No TPU: TPU '{address}' did not start" in said
+    assert "no answer within 2 s" in said
+    assert "gcloud compute tpus" in said
+    assert "REPLICAS 1 MirroredStrategy" in said
+
+
+def test_a_name_that_nobody_knows_is_told_in_tensorflows_own_words():
+    said = connect("'no-such-tpu'", GCE_METADATA_IP="127.0.0.1:9", no_proxy="*")
+    assert "No TPU: TPU 'no-such-tpu' did not start" in said
     assert "REPLICAS 1" in said
+
+
+def test_gpus_come_before_the_cpu():
+    """The list of GPUs is faked; without one, MirroredStrategy itself takes the CPU."""
+    fake = """
+real = tf.config.list_physical_devices
+tf.config.list_physical_devices = lambda kind=None: ["GPU:0", "GPU:1"] if kind == "GPU" else real(kind)"""
+    said = connect("virtual_replicas=4", between=fake)
+    assert "Training on 2 GPU(s) instead." in said
+    assert "REPLICAS 1 MirroredStrategy" in said
 
 
 def test_replicas_asked_for_too_late_are_refused():
@@ -86,3 +191,71 @@ def test_virtual_replicas_are_real_ones():
         return strategy.run(each)
     print("SUMS", [float(value) for value in strategy.experimental_local_results(total())])"""
     assert "SUMS [6.0, 6.0, 6.0, 6.0]" in connect("virtual_replicas=4", after=after)
+
+
+# --- describe
+
+
+@pytest.fixture
+def pci(tmp_path, monkeypatch):
+    """Writes a PCI bus with these devices, each a pair of vendor and device id."""
+
+    def write(*devices):
+        for number, (vendor, device) in enumerate(devices):
+            folder = tmp_path / "pci" / f"0000:00:{number:02}.0"
+            folder.mkdir(parents=True)
+            (folder / "vendor").write_text(vendor + "\n")
+            (folder / "device").write_text(device + "\n")
+        monkeypatch.setattr(tpu_helpers, "PCI", str(tmp_path / "pci"))
+
+    return write
+
+
+def rows(text):
+    return {line[:12].strip(): line[13:] for line in text.splitlines()}
+
+
+def test_describe_a_machine_without_a_tpu(monkeypatch):
+    monkeypatch.delenv("TPU_NAME", raising=False)
+    for host in tpu_helpers.HOSTS:
+        monkeypatch.delenv(host, raising=False)
+    table = rows(tpu_helpers.describe())
+    assert table["host"].startswith("your own, ")
+    assert table["TPU"].startswith("none (")
+    assert table["TensorFlow"].startswith("tensorflow 2.")
+    assert f"Python {sys.version.split()[0]}" in table["others"]
+
+
+def test_describe_says_what_is_unusual(chip, pci, monkeypatch):
+    pci(*[("0x1ae0", "0x0063")] * 8, ("0x1ae0", "0x0042"), ("0x8086", "0x0063"))  # eight v5e, a network card, another's
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    table = rows(tpu_helpers.describe())
+    assert table["host"].startswith("Kaggle, ")
+    assert table["TPU"] == "local (chips on the PCI bus: 8 × v5e, 16 GiB of HBM)"
+    assert "was built without TPU support" in table["unusual"]
+    assert "TPU_ACCELERATOR_TYPE=v5litepod-8" in table["environment"]
+
+
+def test_describe_finds_a_chip_without_a_device_file(pci, monkeypatch):
+    monkeypatch.delenv("TPU_NAME", raising=False)
+    pci(("0x1ae0", "0x006f"))
+    table = rows(tpu_helpers.describe())
+    assert table["TPU"] == "none (chips on the PCI bus: 1 × v6e, 32 GiB of HBM)"
+    assert "no device file" in table["unusual"]
+
+
+def test_describe_notices_two_tensorflows_and_keras_3(tf, monkeypatch):
+    several = {"tensorflow", "tensorflow-tpu"}
+    real = tpu_helpers.installed
+    both = lambda *names: "tensorflow 2.21.0, tensorflow-tpu 2.20.0" if several <= {*names} else real(*names)  # noqa: E731
+    monkeypatch.setattr(tpu_helpers, "installed", both)
+    unusual = rows(tpu_helpers.describe())["unusual"]
+    assert "overwrite each other's files" in unusual
+    assert ("Keras 3" in unusual) == (tf.keras.Model.__module__.split(".")[0] == "keras")
+
+
+def test_describe_names_strategy_and_replicas(tf):
+    said = rows(tpu_helpers.describe(tpu_helpers.virtual_strategy(2)))
+    assert said["strategy"] == "MirroredStrategy, 2 replica(s)"
+    assert f"tf.keras is {tf.keras.Model.__module__.split('.')[0]}" in said["Keras"]

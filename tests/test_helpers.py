@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 import tpu_helpers
-from tpu_helpers import Refused, make_dataset, steps_per_epoch, throughput, tune_batch_size
+from tpu_helpers import Refused, make_dataset, throughput, tune_batch_size
 
 IMAGES = np.arange(20 * 28 * 28, dtype=np.uint32).astype("uint8").reshape(20, 28, 28, 1)
 LABELS = np.arange(20, dtype="int32")
@@ -74,6 +74,20 @@ with tpu_helpers.quietly():
     assert result.stderr == "W0000 something that matters\n"
 
 
+@pytest.mark.parametrize("tpu", ["", "local"])
+def test_quietly_says_what_to_install_where_tensorflow_is_missing(tpu):
+    code = """
+import sys, tpu_helpers
+sys.modules["tensorflow"] = None
+with tpu_helpers.quietly():
+    import tensorflow
+"""
+    said = run_python(code, TPU_NAME=tpu).stderr.partition("Refused: ")[2]
+    assert said.startswith("TensorFlow is not installed here: run this in a cell, restart the kernel, run all cells:\n")
+    assert (tpu_helpers.INSTALL in said) == bool(tpu)
+    assert "%pip install" in said
+
+
 def test_quietly_lets_errors_through():
     with pytest.raises(ZeroDivisionError), tpu_helpers.quietly():
         _ = 1 / 0
@@ -114,12 +128,12 @@ def test_digits_are_real_and_a_fixed_fifth_is_held_out():
     assert x_train.min() == 0
     assert x_train.max() == 255
     assert np.bincount(y_val).min() >= 34, "a class is missing from the validation set"
-    again = tpu_helpers.load_digits()
+    again = tpu_helpers.load_data()
     assert np.array_equal(again[1][0], x_val)
 
 
 def test_no_digit_is_both_in_training_and_in_validation():
-    (x_train, _), (x_val, _) = tpu_helpers.load_digits()
+    (x_train, _), (x_val, _) = tpu_helpers.load_data()
     seen = {image.tobytes() for image in x_train}
     assert not any(image.tobytes() in seen for image in x_val)
 
@@ -128,7 +142,7 @@ def test_enlarged_digits_are_still_recognisable():
     """The simplest classifier there is, so that the enlargement cannot have mixed up pixels or labels."""
     from sklearn.neighbors import KNeighborsClassifier
 
-    (x_train, y_train), (x_val, y_val) = tpu_helpers.load_digits()
+    (x_train, y_train), (x_val, y_val) = tpu_helpers.load_data()
     nearest = KNeighborsClassifier(1).fit(x_train.reshape(len(x_train), -1), y_train)
     assert nearest.score(x_val.reshape(len(x_val), -1), y_val) > 0.97
 
@@ -223,13 +237,13 @@ REFUSED_DATASETS = {
     "zero batch": ({"global_batch_size": 0}, "global_batch_size=0"),
     "negative batch": ({"global_batch_size": -4}, "global_batch_size=-4"),
     "fractional batch": ({"global_batch_size": 2.5}, "global_batch_size=2.5"),
-    "batch larger than the data": ({"global_batch_size": 21}, "global_batch_size=21 is larger than the data"),
+    "batch larger than the data": ({"global_batch_size": 21}, "global_batch_size=21 exceeds the data"),
     "batch that replicas cannot share": ({"global_batch_size": 6, "replicas": 4}, "not divisible by replicas=4"),
     "no replicas": ({"replicas": 0}, "replicas=0"),
     "unknown dtype": ({"dtype": "int8"}, "dtype='int8'"),
     "negative seed": ({"seed": -1}, "seed=-1"),
     "images without channels": ({"images": IMAGES[..., 0]}, "images has shape (20, 28, 28)"),
-    "a list of images": ({"images": [1, 2]}, "images has shape ()"),
+    "a list of images": ({"images": [1, 2]}, "images has shape (2,)"),
     "images already scaled": ({"images": IMAGES / 255}, "images has dtype float64"),
     "labels of another length": ({"labels": LABELS[:-1]}, "labels has length 19"),
 }
@@ -243,22 +257,7 @@ def test_make_dataset_refuses(change, part):
     assert_one_sentence(refusal, part)
 
 
-# --- arithmetic and measurement
-
-
-@pytest.mark.parametrize(("examples", "batch", "steps"), [(1437, 64, 22), (64, 64, 1), (65, 64, 1), (60000, 1024, 58)])
-def test_steps_per_epoch(examples, batch, steps):
-    assert steps_per_epoch(examples, batch) == steps
-
-
-@pytest.mark.parametrize(
-    ("examples", "batch", "part"),
-    [(10, 11, "global_batch_size=11"), (10, 0, "global_batch_size=0"), (0, 1, "examples=0")],
-)
-def test_steps_per_epoch_refuses(examples, batch, part):
-    with pytest.raises(Refused) as refusal:
-        steps_per_epoch(examples, batch)
-    assert_one_sentence(refusal, part)
+# --- measurement
 
 
 def test_throughput_times_the_pipeline_and_the_step():
@@ -354,15 +353,3 @@ def test_tune_batch_size_refuses_too_few_epochs(tf):
     with pytest.raises(Refused) as refusal:
         tune_batch_size(trainer(tf, epochs=2), [8], replicas=1)
     assert_one_sentence(refusal, "ran 2 epochs")
-
-
-# --- plots
-
-
-def test_plot_images_gives_each_image_its_title(monkeypatch):
-    import matplotlib.pyplot as plt
-
-    monkeypatch.setattr(plt, "show", lambda: None)
-    tpu_helpers.plot_images(IMAGES[:13], range(13))
-    assert [axis.get_title() for axis in plt.gcf().axes] == [str(number) for number in range(13)]
-    plt.close("all")

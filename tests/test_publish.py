@@ -1,0 +1,273 @@
+"""Notebooks opened alone: `make publish`, `make standalone`, `make kaggle`, and the Setup cell they are about."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+
+import nbformat
+import papermill
+import pytest
+from conftest import NOTEBOOKS, ROOT
+from test_notebooks import NAMES, SMALL, printed
+
+FEW = {name: SMALL[name] | {"virtual_replicas": 1} for name in NAMES}
+REPO = "ada/tpu-kit"
+
+
+@pytest.fixture
+def kit(tmp_path):
+    """A copy of the repository, to publish."""
+    copy = tmp_path / "kit"
+    for folder in ("notebooks", "tools"):
+        shutil.copytree(
+            ROOT / folder, copy / folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__")
+        )
+    for file in ("README.md", "tpu_helpers.py"):
+        shutil.copy(ROOT / file, copy)
+    return copy
+
+
+def publish(kit, *arguments):
+    return subprocess.run(
+        [sys.executable, kit / "tools" / "publish.py", *arguments], capture_output=True, text=True, cwd="/", check=False
+    )
+
+
+def contents(kit):
+    return {path: path.read_bytes() for path in [kit / "README.md", *sorted((kit / "notebooks").glob("*.ipynb"))]}
+
+
+# --- make publish
+
+
+def test_publishing_twice_changes_nothing_and_it_can_be_taken_back(kit):
+    assert publish(kit, "links", "").returncode == 0
+    unpublished = contents(kit)
+    assert publish(kit, "links", REPO, "v1.0.0").returncode == 0
+    once = contents(kit)
+    assert all(once[path] != unpublished[path] for path in once)
+    assert publish(kit, "links", REPO, "v1.0.0").returncode == 0
+    assert contents(kit) == once
+    assert publish(kit, "links", REPO, "v1.1.0").returncode == 0
+    assert b"v1.0.0" not in b"".join(contents(kit).values())
+    assert publish(kit, "links", "").returncode == 0
+    assert contents(kit) == unpublished
+
+
+def test_a_fresh_clone_is_either_published_throughout_or_links_to_nobody(kit):
+    """And if it is, `make publish` with the same names would change nothing but the fingerprint of a newer helper."""
+    found = {
+        re.search(r'SOURCE = "([^"]*)"', next(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code"))[
+            1
+        ]
+        for path in NOTEBOOKS
+    }
+    assert len(found) == 1
+    if found == {""}:
+        before = contents(kit)
+        publish(kit, "links", "")
+        assert contents(kit) == before
+        assert not [path for path, content in before.items() if b"colab.research.google.com/github" in content]
+
+
+def test_badges_lead_to_the_repository_at_its_tag(kit):
+    publish(kit, "links", REPO, "v1.0.0")
+    for path in (kit / "notebooks").glob("*.ipynb"):
+        title = nbformat.read(path, 4).cells[0].source
+        assert re.findall(r"\]\((https://[^)]+" + REPO + r"[^)]+)\)", title) == [
+            f"https://colab.research.google.com/github/{REPO}/blob/v1.0.0/notebooks/{path.name}",
+            f"https://kaggle.com/kernels/welcome?src=https://github.com/{REPO}/blob/v1.0.0/notebooks/{path.name}",
+            f"https://mybinder.org/v2/gh/{REPO}/v1.0.0?urlpath=lab/tree/notebooks/{path.name}",
+        ]
+        assert title.count("![Open in") == 3
+        assert (kit / "README.md").read_text().count(f"blob/v1.0.0/notebooks/{path.name}") == 2
+
+
+def test_the_stamp_is_the_helpers_own_fingerprint(kit):
+    publish(kit, "links", REPO, "v1.0.0")
+    fingerprint = hashlib.sha256((kit / "tpu_helpers.py").read_bytes()).hexdigest()
+    for path in (kit / "notebooks").glob("*.ipynb"):
+        (setup,) = [cell.source for cell in nbformat.read(path, 4).cells if "setup" in cell.metadata.get("tags", [])]
+        assert f'SHA256 = "{fingerprint}"' in setup
+        assert f'SOURCE = "https://raw.githubusercontent.com/{REPO}/v1.0.0/tpu_helpers.py"' in setup
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["links", "tpu-kit", "v1"], "REPO='tpu-kit' is no repository"),
+        (["links", "https://github.com/a/b", "v1"], "REPO='https://github.com/a/b' is no repository"),
+        (["links", REPO], "TAG='' is no tag"),
+        (["links", REPO, "v 1"], "TAG='v 1' is no tag"),
+        (["kaggle", "", "04_fit"], "KAGGLE_USER='' is no name"),
+        (["kaggle", "ada", "04"], "NOTEBOOK='04' is unknown: pass one of 01_connect_to_tpu,"),
+    ],
+)
+def test_bad_names_are_refused_and_nothing_is_written(kit, arguments, part):
+    before = contents(kit)
+    result = publish(kit, *arguments)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"Refused: {part}")
+    assert result.stderr.count("\n") == 1
+    assert contents(kit) == before
+
+
+def test_make_publish_says_how_if_it_is_not_told_where():
+    result = subprocess.run(
+        ["make", "publish", f"VENV={sys.prefix}"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "REPO"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "make publish REPO=owner/name TAG=v1.0.0" in result.stdout
+
+
+# --- a stamped notebook, alone in an empty folder, that fetches its helper
+
+
+@pytest.fixture
+def stamped(kit, tmp_path):
+    """Notebooks that fetch their helper from this machine, and the folder that is served."""
+    folder = tmp_path / "served" / REPO / "v1.0.0"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "tpu_helpers.py", folder)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "served")
+    handler.func.log_message = lambda *_: None
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        publish(kit, "links", REPO, "v1.0.0", f"--raw=http://127.0.0.1:{server.server_port}")
+        yield kit / "notebooks", folder
+        server.shutdown()
+
+
+def alone(notebook, tmp_path, **parameters):
+    """Executed in an empty folder."""
+    empty = tmp_path / "alone"
+    empty.mkdir(exist_ok=True)
+    shutil.copy(notebook, empty)
+    result = papermill.execute_notebook(
+        empty / notebook.name, empty / "result.ipynb", parameters, cwd=empty, kernel_name="python3", progress_bar=False
+    )
+    return empty, result
+
+
+def refusal(notebook, tmp_path):
+    """What the reader sees of the cell that fails: the first one."""
+    with pytest.raises(papermill.PapermillExecutionError) as error:
+        alone(notebook, tmp_path)
+    assert error.value.exec_count == 1
+    return "\n".join(error.value.traceback)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stamped_notebook_runs_alone(name, stamped, tmp_path):
+    notebooks, _ = stamped
+    empty, _ = alone(notebooks / f"{name}.ipynb", tmp_path, **FEW[name])
+    assert (empty / "tpu_helpers.py").read_bytes() == (ROOT / "tpu_helpers.py").read_bytes()
+
+
+def test_a_tampered_helper_is_refused_and_not_run(stamped, tmp_path):
+    notebooks, served = stamped
+    (served / "tpu_helpers.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'w')\n")
+    seen = refusal(notebooks / "04_fit.ipynb", tmp_path)
+    assert re.fullmatch(r"NotFound: http://\S+/tpu_helpers.py has been changed, so none of it was run: .+\.", seen)
+    assert not (tmp_path / "harm").exists()
+    assert not (tmp_path / "alone" / "tpu_helpers.py").exists()
+
+
+@pytest.mark.parametrize("how", ["no such file", "no network", "unpublished"])
+def test_without_the_helper_one_sentence_says_what_to_do(how, stamped, kit, tmp_path, monkeypatch):
+    notebooks, served = stamped
+    (served / "tpu_helpers.py").unlink()
+    if how == "no network":
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.setenv("no_proxy", "")
+    if how == "unpublished":
+        publish(kit, "links", "")
+    seen = refusal(notebooks / "01_connect_to_tpu.ipynb", tmp_path)
+    assert seen.startswith("NotFound: no tpu_helpers.py here, and none from ")
+    assert seen.endswith(": put tpu_helpers.py, from the repository of this notebook, into its folder.")
+    assert "\n" not in seen
+
+
+def test_a_helper_of_your_own_is_used_and_said_to_differ(stamped, tmp_path):
+    notebooks, _ = stamped
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "tpu_helpers.py").write_text((ROOT / "tpu_helpers.py").read_text() + "\n# mine\n")
+    _, result = alone(notebooks / "01_connect_to_tpu.ipynb", tmp_path)
+    assert "tpu_helpers.py differs from http://" in printed(result)
+
+
+# --- make standalone
+
+
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory):
+    copy = tmp_path_factory.mktemp("standalone")
+    for folder in ("notebooks", "tools"):
+        shutil.copytree(ROOT / folder, copy / folder)
+    shutil.copy(ROOT / "tpu_helpers.py", copy)
+    result = publish(copy, "standalone")
+    assert result.returncode == 0, result.stderr
+    return copy / "build" / "standalone"
+
+
+def offline(command):
+    """Without any network but the machine's own address; where Linux allows it to nobody, behind a dead proxy."""
+    isolated = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    allowed = shutil.which("unshare") and subprocess.run([*isolated, "true"], capture_output=True, check=False)
+    return [*isolated, *command] if allowed and allowed.returncode == 0 else command
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_standalone_notebook_runs_alone_without_a_network(name, standalone, tmp_path):
+    shutil.copy(standalone / f"{name}.ipynb", tmp_path)
+    parameters = [text for key, value in FEW[name].items() for text in ("-p", key, str(value))]
+    command = [sys.executable, "-m", "papermill", f"{name}.ipynb", "result.ipynb", "-k", "python3", *parameters]
+    dead = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    result = subprocess.run(
+        offline(command), cwd=tmp_path, env=os.environ | dead, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / "tpu_helpers.py").read_bytes() == (ROOT / "tpu_helpers.py").read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_standalone_notebook_is_tidy(name, standalone):
+    content = nbformat.read(standalone / f"{name}.ipynb", 4)
+    nbformat.validate(content)
+    code = [cell for cell in content.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert code[0].source.startswith("%%writefile tpu_helpers.py\n")
+    assert code[0].metadata["jupyter"] == {"source_hidden": True}
+    assert "setup" in code[1].metadata.tags
+    prose = "\n".join(cell.source for cell in content.cells if cell.cell_type == "markdown")
+    assert not re.findall(r"\]\((?!https?:)[^)]*\)", prose), "a link to a file that is not there"
+
+
+# --- make kaggle
+
+
+def test_a_folder_for_kaggle_has_what_push_needs(kit):
+    result = publish(kit, "kaggle", "ada", "04_fit")
+    assert result.returncode == 0, result.stderr
+    folder = kit / "build" / "kaggle"
+    metadata = json.loads((folder / "kernel-metadata.json").read_text())
+    assert metadata["id"] == "ada/04-fit"
+    assert len(metadata["title"]) >= 5, "Kaggle asks for five characters"
+    assert metadata["machine_shape"] == "TpuV5E8"
+    first = nbformat.read(folder / metadata["code_file"], 4).cells[0].source
+    assert "%pip install tensorflow-tpu" in first
+    assert "kaggle kernels push -p build/kaggle" in result.stdout

@@ -1,0 +1,174 @@
+"""Make the notebooks open in one click, or each in one file.
+
+    python tools/publish.py links OWNER/NAME TAG   # what `make publish REPO=OWNER/NAME TAG=…` calls; "" takes them out
+    python tools/publish.py standalone             # `make standalone`: notebooks that carry their helpers, in build/
+    python tools/publish.py kaggle USER NOTEBOOK   # `make kaggle`: one of them with its metadata, ready to push
+
+It stands in a file because badges, links and fingerprints are written from one place, and taken out again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+MODULES = ("tpu_helpers", "tpu_compiler")  # that a notebook may import; the second is optional
+RAW = "https://raw.githubusercontent.com"
+BADGES = {  # image and link
+    "Colab": (
+        "https://colab.research.google.com/assets/colab-badge.svg",
+        "https://colab.research.google.com/github/{repo}/blob/{tag}/{path}",
+    ),
+    "Kaggle": (
+        "https://kaggle.com/static/images/open-in-kaggle.svg",
+        "https://kaggle.com/kernels/welcome?src=https://github.com/{repo}/blob/{tag}/{path}",
+    ),
+    "Binder": (
+        "https://mybinder.org/badge_logo.svg",
+        "https://mybinder.org/v2/gh/{repo}/{tag}?urlpath=lab/tree/{path}",
+    ),
+}
+BEGIN, END = "<!-- make publish writes from here -->", "<!-- to here -->"
+COLLAPSED = {  # in JupyterLab, Colab and Kaggle
+    "jupyter": {"source_hidden": True},
+    "cellView": "form",
+    "_kg_hide-input": True,
+    "tags": ["hide-input", "helpers"],
+}
+
+
+def badges(repo: str, tag: str, path: str) -> str:
+    """Markdown: the three badges that open the file at `path` of that repository at that tag."""
+    made = (f"[![Open in {host}]({image})]({link})" for host, (image, link) in BADGES.items())
+    return " ".join(made).format(repo=repo, tag=tag, path=path)
+
+
+def save(path: Path, content: nbformat.NotebookNode) -> None:
+    """As `make notebooks` writes it, so that only what was changed differs."""
+    nbformat.write(content, path)
+
+
+def write_links(repo: str, tag: str, raw: str = RAW) -> None:
+    """Badges, and where each Setup cell finds its helper; none of them if `repo` is empty."""
+    helper = (ROOT / "tpu_helpers.py").read_bytes()
+    source, fingerprint = "", ""
+    if repo:
+        source, fingerprint = f"{raw}/{repo}/{tag}/tpu_helpers.py", hashlib.sha256(helper).hexdigest()
+    rows = []
+    for path in NOTEBOOKS:
+        content = nbformat.read(path, as_version=4)
+        title = content.cells[0]
+        title.source = re.sub(r"\n\n\[!\[Open in .*", "", title.source)
+        if repo:
+            line = badges(repo, tag, f"notebooks/{path.name}")
+            title.source = re.sub(r"^(# .*)", lambda match, line=line: f"{match[1]}\n\n{line}", title.source)
+            rows.append(f"| {path.stem} | {line} |")
+        setup = next(cell for cell in content.cells if "setup" in cell.metadata.get("tags", []))
+        setup.source = re.sub(r'(?m)^SOURCE = "[^"]*"', f'SOURCE = "{source}"', setup.source)
+        setup.source = re.sub(r'(?m)^SHA256 = "[^"]*"', f'SHA256 = "{fingerprint}"', setup.source)
+        save(path, content)
+    readme = (ROOT / "README.md").read_text()
+    block = "\n".join(["", "", "| open | in |", "| --- | --- |", *rows, "", ""]) if repo else "\n"
+    readme = re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + block + END, readme, flags=re.DOTALL)
+    (ROOT / "README.md").write_text(readme)
+
+
+def published() -> str:
+    """The repository at its tag that the notebooks were stamped with, as a GitHub address; "" if with none."""
+    setup = next(cell.source for cell in nbformat.read(NOTEBOOKS[0], as_version=4).cells if cell.cell_type == "code")
+    found = re.search(r'SOURCE = "https?://[^/]+/([\w.-]+/[\w.-]+)/([^"]+)/tpu_helpers.py"', setup)
+    return f"https://github.com/{found[1]}/blob/{found[2]}" if found else ""
+
+
+def standalone(path: Path) -> nbformat.NotebookNode:
+    """The notebook with the modules it imports in front of its Setup, and no link to a file that is not there."""
+    content = nbformat.read(path, as_version=4)
+    code = "\n".join(cell.source for cell in content.cells if cell.cell_type == "code")
+    modules = [name for name in MODULES if re.search(rf"(?m)^(from|import) {name}\b", code)]
+    for cell in content.cells:
+        if cell.cell_type == "markdown":
+            there = published() and rf"[\1]({published()}/notebooks/\2)"
+            cell.source = re.sub(r"\[([^]]+)\]\((?!https?:)([^)#]+)[^)]*\)", there or r"\1", cell.source)
+        elif cell.execution_count:
+            cell.execution_count += len(modules)
+    place = next(i for i, cell in enumerate(content.cells) if "setup" in cell.metadata.get("tags", []))
+    for number, name in enumerate(modules):
+        source = f"%%writefile {name}.py\n" + (ROOT / f"{name}.py").read_text()
+        cell = nbformat.v4.new_code_cell(
+            source, id=name.replace("_", "-"), metadata=COLLAPSED, execution_count=number + 1
+        )
+        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=f"Writing {name}.py\n")]
+        content.cells.insert(place + number, cell)
+    return content
+
+
+def write_standalone() -> None:
+    folder = ROOT / "build" / "standalone"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in NOTEBOOKS:
+        save(folder / path.name, standalone(path))
+        print((folder / path.name).relative_to(ROOT))
+
+
+def write_kaggle(user: str, name: str) -> None:
+    """A folder for `kaggle kernels push`: a notebook that first installs the TensorFlow that drives Kaggle's TPU."""
+    sys.path.insert(0, str(ROOT))
+    from tpu_helpers import INSTALL
+
+    folder = ROOT / "build" / "kaggle"
+    folder.mkdir(parents=True, exist_ok=True)
+    content = standalone(ROOT / "notebooks" / f"{name}.ipynb")
+    content.cells.insert(0, nbformat.v4.new_code_cell(INSTALL, id="install"))
+    save(folder / "notebook.ipynb", content)
+    metadata = json.loads((ROOT / "tools" / "kernel-metadata.json").read_text())
+    metadata["id"], metadata["title"] = f"{user}/{name.replace('_', '-')}", name.replace("_", " ")
+    (folder / "kernel-metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    print(f"{folder.relative_to(ROOT)} is ready:\n")
+    print(f"kaggle kernels push -p {folder.relative_to(ROOT)}")
+    print(f"kaggle kernels status {metadata['id']}")
+    print(f"kaggle kernels output {metadata['id']} -p build/kaggle-output")
+
+
+def refuse(sentence: str) -> None:
+    sys.exit(f"Refused: {sentence}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    links = commands.add_parser("links")
+    links.add_argument("repo", help='OWNER/NAME on GitHub; "" takes the links out')
+    links.add_argument("tag", nargs="?", default="")
+    links.add_argument("--raw", default=RAW, help="where files are fetched from")
+    commands.add_parser("standalone")
+    kaggle = commands.add_parser("kaggle")
+    kaggle.add_argument("user")
+    kaggle.add_argument("notebook")
+    given = parser.parse_args()
+    if given.command == "standalone":
+        write_standalone()
+    elif given.command == "kaggle":
+        if not re.fullmatch(r"[\w-]+", given.user):
+            refuse(f"KAGGLE_USER={given.user!r} is no name: pass the one in your profile's address.")
+        if given.notebook not in (known := [path.stem for path in NOTEBOOKS]):
+            refuse(f"NOTEBOOK={given.notebook!r} is unknown: pass one of {', '.join(known)}.")
+        write_kaggle(given.user, given.notebook)
+    else:
+        if given.repo and not re.fullmatch(r"[\w-]+/[\w.-]+", given.repo):
+            refuse(f"REPO={given.repo!r} is no repository: pass OWNER/NAME, as in REPO=ada/tpu-kit.")
+        if given.repo and not re.fullmatch(r"[\w][\w./-]*", given.tag):
+            refuse(f"TAG={given.tag!r} is no tag: pass the one that you are about to set, as in TAG=v1.0.0.")
+        write_links(given.repo, given.tag, given.raw)
+        print(f"published as {given.repo} at {given.tag}: commit, tag, push." if given.repo else "links taken out.")
+
+
+if __name__ == "__main__":
+    main()
