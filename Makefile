@@ -25,13 +25,13 @@ test: setup
 
 # Environments are kept in .hosts/, one for each host: the second run installs nothing.
 test-hosts: setup
-	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup -m hosts
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal -m hosts
 
 test-browser: $(VENV)/ready-browser
 	@$(BIN)/python -m pytest -m browser
 
 lab: setup
-	@$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks
+	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks
 
 notebooks: setup
 	@$(BIN)/python tools/notebooks.py regenerate

@@ -206,7 +206,7 @@ def connect(tpu: str | None = None, virtual_replicas: int = 1):
             print(f"TPU {tpu!r}: {strategy.num_replicas_in_sync} replica(s).")
             return strategy
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-            words = str(error).partition("\n")[0] or f"no answer within {PATIENCE} s"
+            words = re.sub(r"(?s)^Graph exec.*>\n", "", str(error)).partition("\n")[0] or f"no answer in {PATIENCE} s"
             problem = f"TPU {tpu!r} did not start, {type(error).__name__}: {words}; it is too late to divide the CPU"
             remedy = "see if it is up (!gcloud compute tpus tpu-vm list --zone=-), restart the kernel."
             virtual_replicas = 1  # the attempt may have started TensorFlow, which divides its CPU only before
@@ -231,7 +231,7 @@ def describe(strategy=None) -> str:
     used = sys.modules["tensorflow"].keras.Model.__module__.split(".")[0] if "tensorflow" in sys.modules else "unknown"
     tpu, problem, _ = find_tpu()
     unusual = {
-        problem: tpu,
+        problem: tpu and problem,
         "a TPU on the PCI bus, but no device file: is this a container without --device?": chips and not tpu,
         "several TensorFlow packages, which overwrite each other's files": "," in tensorflow,
         "tf.keras is Keras 3, whose maintainers do not test it with TPUStrategy": used == "keras",

@@ -298,7 +298,7 @@ def test_readme_names_every_notebook_and_every_command():
     readme = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
     assert all(f"notebooks/{name}.ipynb" in readme for name in CONTENT)
-    for command in re.findall(r"\bmake (\w+)", readme):
+    for command in re.findall(r"\bmake ([\w-]+)", readme):
         assert re.search(rf"^{command}:", makefile, re.MULTILINE), f"make {command} is not in the Makefile"
 
 
