@@ -140,6 +140,26 @@ def test_an_address_that_does_not_answer_has_a_time_limit(listening):
     assert "REPLICAS 1 MirroredStrategy" in said
 
 
+def test_a_server_that_answers_and_has_no_tpu():
+    """A TensorFlow server in a process of its own: connecting is real, and so are its words."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    code = f"""
+import sys, tensorflow as tf
+server = tf.distribute.Server({{"worker": [{address!r}]}}, job_name="worker", task_index=0)
+print("up", flush=True)
+sys.stdin.read()"""
+    quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", code], **quiet) as server:
+        assert server.stdout.readline() == b"up\n"
+        said = connect(f"'grpc://{address}', virtual_replicas=4")
+        server.stdin.close()
+    assert f"No TPU: TPU 'grpc://{address}' did not start, NotFoundError: TPUs not found in the cluster" in said
+    assert "it is too late to divide the CPU" in said
+    assert "REPLICAS 1" in said
+
+
 def test_a_name_that_nobody_knows_is_told_in_tensorflows_own_words():
     said = connect("'no-such-tpu'", GCE_METADATA_IP="127.0.0.1:9", no_proxy="*")
     assert "No TPU: TPU 'no-such-tpu' did not start" in said

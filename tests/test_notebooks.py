@@ -128,3 +128,14 @@ def test_mnist_without_a_network_is_one_sentence_in_the_notebook(tmp_path, monke
     _, seen = refusal_of("04_fit", tmp_path, dataset="mnist")
     assert seen.startswith("Refused: dataset='mnist' could not be downloaded (")
     assert "\n" not in seen
+
+
+@pytest.mark.parametrize("tpu", ["grpc://127.0.0.1:9", "no-such-tpu", "local"])
+def test_a_tpu_that_is_not_there_does_not_hold_up_the_first_notebook(tpu, tmp_path):
+    helper = (ROOT / "tpu_helpers.py").read_text()
+    (tmp_path / "tpu_helpers.py").write_text(helper.replace("PATIENCE = 30", "PATIENCE = 2"))
+    result = papermill.execute_notebook(
+        NOTEBOOKS[0], tmp_path / "result.ipynb", {"tpu": tpu}, cwd=tmp_path, kernel_name="python3", progress_bar=False
+    )
+    assert "strategy: none" in printed(result)
+    assert "No TPU: " in printed(result)
