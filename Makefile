@@ -15,7 +15,7 @@ ifeq ($(KERAS),3)
 export TF_USE_LEGACY_KERAS := 0
 endif
 
-.PHONY: run test test-hosts test-browser lab notebooks standalone publish kaggle setup clean
+.PHONY: run test test-hosts test-browser lab notebooks standalone publish named kaggle setup clean
 
 run: setup
 	@$(BIN)/python tools/notebooks.py run
@@ -39,14 +39,18 @@ notebooks: setup
 standalone: setup
 	@$(BIN)/python tools/publish.py standalone
 
-publish: setup
-ifeq ($(origin REPO),undefined)
+GIVEN := $(origin REPO)
+export REPO TAG KAGGLE_USER NOTEBOOK
+publish: named setup
+	@$(BIN)/python tools/publish.py links "$$REPO" "$$TAG"
+
+named:
+ifeq ($(GIVEN),undefined)
 	@echo "Say where: make publish REPO=owner/name TAG=v1.0.0 (make publish REPO= takes the links out)"; exit 1
 endif
-	@$(BIN)/python tools/publish.py links "$(REPO)" "$(TAG)"
 
 kaggle: setup
-	@$(BIN)/python tools/publish.py kaggle "$(KAGGLE_USER)" "$(NOTEBOOK)"
+	@$(BIN)/python tools/publish.py kaggle "$$KAGGLE_USER" "$$NOTEBOOK"
 
 setup: $(READY)
 

@@ -4,14 +4,16 @@ Import it before TensorFlow. Unless you have decided otherwise, it sets TF_USE_L
 that `tf.keras` is tf-keras, as in Google's own TPU jobs; and TPU_LOAD_LIBRARY=0 if no TPU can be used, since importing
 tensorflow-tpu would search for one for minutes, or end the process.
 
-Each helper is built by hand in the notebook that its docstring names; the code there is the same, without docstring,
-type hints, imports and the `_check…` lines, which refuse bad input in one sentence before any work is done.
+Each helper is first built by hand in the notebook its docstring names: the same, but for hints, imports and checks.
 """
 
 import contextlib
+import glob
 import importlib.metadata
 import importlib.util
+import io
 import itertools
+import logging
 import mmap
 import numbers
 import os
@@ -32,7 +34,6 @@ PCI = "/sys/bus/pci/devices"  # where Linux lists them all
 CHIP_KINDS = {"0x0027": "v2 or v3, 16 or 32", "0x005e": "v4, 32", "0x0062": "v5p, 95", "0x0063": "v5e, 16"}
 CHIP_KINDS |= {"0x006f": "v6e, 32", "0x0076": "TPU7x, which TensorFlow does not support, 192"}
 HOSTS = {"KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "COLAB_RELEASE_TAG": "Colab", "BINDER_LAUNCH_HOST": "Binder"}
-HOSTS |= {"VERTEX_PRODUCT": "Vertex AI", "TPU_WORKER_ID": "a TPU VM"}
 SHOWN = ("TPU_NAME", "TPU_ACC", "TPU_LOAD", "TPU_SKIP", "ISTPUVM", "TF_USE_LEGACY", *HOSTS)
 PATIENCE = 30  # seconds to wait for an answer from the network
 RUN = "run this in a cell, restart the kernel, run all cells:\n"
@@ -57,8 +58,7 @@ def _check(accepted: bool, sentence: str) -> None:
 def check_parameters(**parameters: object) -> None:
     """Refuse bad parameters by name, before any work: `check_parameters(dataset=dataset, epochs=epochs)`.
 
-    `dataset` and `dtype` must be one of `CHOICES`; anything else a whole number of at least 1 (`seed`: 0) and at most
-    what `LIMITS` says. Raises `Refused` for the first that is not.
+    Raises `Refused` for the first that is not one of `CHOICES`, or no whole number from 1 (`seed`: 0) to its `LIMITS`.
     """
     for name, value in parameters.items():
         if name in CHOICES:
@@ -94,16 +94,14 @@ def quietly():
             os.close(stderr)
             caught.seek(0)
             sys.stderr.write(re.sub(chatter, b"", caught.read()).decode(errors="replace"))
-    if "tensorflow" in sys.modules:
-        sys.modules["tensorflow"].get_logger().setLevel("WARNING")
+    logging.getLogger("tensorflow").setLevel("WARNING")
 
 
 def virtual_strategy(replicas: int):
     """Real synchronous data parallelism without a TPU: `replicas` virtual devices on this CPU.
 
-    Built in notebooks/01_connect_to_tpu.ipynb. TensorFlow divides its CPU once, when it starts: call this before any
-    other TensorFlow operation. The first call for several divides it by 8 or more; later calls share those. Raises
-    `Refused` if it comes too late, or `replicas` is no whole number from 1 to 64.
+    Built in notebooks/01_connect_to_tpu.ipynb. TensorFlow divides its CPU once, when it starts, by 8 or more: later
+    calls share those. Raises `Refused` if it comes too late, or `replicas` is no whole number from 1 to 64.
     """
     check_parameters(virtual_replicas=replicas)
     import tensorflow as tf
@@ -115,10 +113,10 @@ def virtual_strategy(replicas: int):
             parts = [tf.config.LogicalDeviceConfiguration()] * max(replicas, 8)
             tf.config.set_logical_device_configuration(cpu, parts)
         except RuntimeError:
-            late = f"virtual_replicas={replicas} comes too late, TensorFlow has started with {there}"
-            raise Refused(f"{late}: restart the kernel, and connect before any other TensorFlow operation.") from None
-    one_device = tf.distribute.ReductionToOneDevice()  # the default way to all-reduce can hang on CPUs
-    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)], cross_device_ops=one_device)
+            raise Refused(f"virtual_replicas={replicas} comes too late: restart the kernel, connect first.") from None
+    devices = [f"/job:localhost/device:CPU:{i}" for i in range(replicas)]  # not those of a remote host
+    reduction = tf.distribute.ReductionToOneDevice()  # the default way to all-reduce can hang on CPUs
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
 
 
 def installed(*packages: str) -> str:
@@ -133,7 +131,7 @@ def tpu_functions(library: str) -> set[bytes]:
     Built in notebooks/01_connect_to_tpu.ipynb. TensorFlow looks the functions up by name, so comparing the two says
     whether they fit. Empty where there is no such file.
     """
-    if not os.path.exists(library):
+    if not os.path.isfile(library) or not os.path.getsize(library):
         return set()
     with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return set(re.findall(rb"\0(Tpu\w+_\w+)(?=\0)", content))
@@ -142,9 +140,9 @@ def tpu_functions(library: str) -> set[bytes]:
 def chip_holders(chip: str) -> set[str]:
     """Pids of other processes that have a chip's device file open. Built in notebooks/01_connect_to_tpu.ipynb."""
     pids = set()
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
+    for file in glob.glob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-            pids |= {file.parts[2]} if os.readlink(file).startswith(chip.rstrip("0")) else set()
+            pids |= {file.split("/")[2]} if os.readlink(file).startswith(chip.rstrip("0")) else set()
     return pids - {str(os.getpid())}
 
 
@@ -167,16 +165,17 @@ def find_tpu(tpu: str | None = None) -> tuple[str, str, str]:
     library = os.path.join(os.path.dirname(tensorflow.origin), "libtensorflow_cc.so.2")
     called = tpu_functions(library)
     if os.path.exists(library) and not called:
-        return tpu, f"{installed(*TENSORFLOWS)} was built without TPU support", RUN + INSTALL
-    driver = os.path.join(os.path.dirname(libtpu.origin), "libtpu.so") if libtpu else "/lib/libtpu.so"
-    missing = called - tpu_functions(os.environ.get("TPU_LIBRARY_PATH", driver))
-    if missing:
-        lacks = f"{installed('libtpu') or 'libtpu'} lacks {len(missing)} of {len(called)} functions TensorFlow calls"
-        return tpu, f"{lacks}, such as {min(missing).decode()}", f"{RUN}%pip install libtpu==0.0.21.1"
+        return tpu, f"TensorFlow was built without TPUs ({installed(*TENSORFLOWS)})", RUN + INSTALL
+    folder = os.path.dirname(libtpu.origin) if libtpu and libtpu.origin else "/lib"
+    driver = os.environ.get("TPU_LIBRARY_PATH") or os.path.join(folder, "libtpu.so")
+    if missing := called - tpu_functions(driver):
+        lacks = f"{installed('libtpu') or 'libtpu'} ({driver}) lacks {len(missing)} of {len(called)}"
+        problem = f"{lacks} functions TensorFlow calls, such as {min(missing).decode()}"
+        return tpu, problem, f"{RUN}%pip install libtpu==0.0.21.1"
     if pids := " ".join(sorted(chip_holders(chip))):
-        return tpu, f"process {pids} holds the chip", f"shut that notebook's kernel down, or {RUN}!kill {pids}"
+        return tpu, f"process {pids} holds the chip", f"shut its kernel down, or {RUN}!kill {pids}"
     if "tensorflow" in sys.modules and os.environ.get("TPU_LOAD_LIBRARY") == "0":
-        return tpu, "TensorFlow was imported with TPU_LOAD_LIBRARY=0, without libtpu", "restart the kernel."
+        return tpu, "TensorFlow was imported with TPU_LOAD_LIBRARY=0", "unset it, restart the kernel."
     return tpu, "", ""
 
 
@@ -189,52 +188,58 @@ def connect(tpu: str | None = None, virtual_replicas: int = 1):
     """
     check_parameters(virtual_replicas=virtual_replicas)
     _check(tpu is None or isinstance(tpu, str), f"tpu={tpu!r} is not a name: pass a string, such as tpu='local'.")
+    with quietly():
+        import tensorflow as tf
     import grpc  # TensorFlow brings it
-    import tensorflow as tf
 
-    tpu, problem, remedy = find_tpu(tpu)
+    (tpu, problem, remedy), late = find_tpu(tpu), ""
     if not problem:
+        patience, _ = socket.getdefaulttimeout(), socket.setdefaulttimeout(PATIENCE)
         try:
             resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=tpu)
             address = resolver.master()
             if address.startswith("grpc://"):  # on the network: TensorFlow would wait for ever
                 with grpc.insecure_channel(address.removeprefix("grpc://")) as channel:
-                    grpc.channel_ready_future(channel).result(timeout=PATIENCE)
+                    channel.unary_unary("/tensorflow.WorkerService/GetStatus")(b"", PATIENCE, wait_for_ready=True)
+            late = "; it is too late to divide the CPU"
             tf.config.experimental_connect_to_cluster(resolver)
             tf.tpu.experimental.initialize_tpu_system(resolver)
             strategy = tf.distribute.TPUStrategy(resolver)
             print(f"TPU {tpu!r}: {strategy.num_replicas_in_sync} replica(s).")
             return strategy
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-            words = re.sub(r"(?s)^Graph exec.*>\n", "", str(error)).partition("\n")[0] or f"no answer in {PATIENCE} s"
-            problem = f"TPU {tpu!r} did not start, {type(error).__name__}: {words}; it is too late to divide the CPU"
+            said = re.sub(r"(?s)^Graph exec.*>\n", "", getattr(error, "details", error.__str__)()).partition("\n")[0]
+            words = said.replace("Deadline Exceeded", f"no answer in {PATIENCE} s")
+            problem = f"TPU {tpu!r} did not start, {type(error).__name__}: {words}{late}"
             remedy = "see if it is up (!gcloud compute tpus tpu-vm list --zone=-), restart the kernel."
-            virtual_replicas = 1  # the attempt may have started TensorFlow, which divides its CPU only before
-    print(f"No TPU: {problem}.")
-    if gpus := tf.config.list_physical_devices("GPU"):
-        print(f"Training on {len(gpus)} GPU(s) instead. To use a TPU: {remedy}")
-        return tf.distribute.MirroredStrategy()
-    print(f"Training on {virtual_replicas} virtual replica(s) of this CPU instead. To use a TPU: {remedy}")
-    return virtual_strategy(virtual_replicas)
+        finally:
+            socket.setdefaulttimeout(patience)
+    gpus = tf.config.list_physical_devices("GPU")
+    strategy = tf.distribute.MirroredStrategy() if gpus else virtual_strategy(1 if late else virtual_replicas)
+    used = f"{len(gpus)} GPU(s)" if gpus else f"{strategy.num_replicas_in_sync} virtual replica(s) of this CPU"
+    print(f"No TPU: {problem}.\nTraining on {used} instead. To use a TPU: {remedy}")
+    return strategy
 
 
 def describe(strategy=None) -> str:
     """A table to paste into a bug report: host, TPU, replicas, HBM, versions, and what is unusual about them.
 
-    Built in notebooks/01_connect_to_tpu.ipynb. Chips are told by their PCI ids (github.com/jax-ml/jax,
+    Used in notebooks/01_connect_to_tpu.ipynb. Chips are told by their PCI ids (github.com/jax-ml/jax,
     jax/_src/hardware_utils.py); HBM is what docs.cloud.google.com/tpu/docs states for a chip, not read from it.
     """
+    _check(strategy is None or hasattr(strategy, "num_replicas_in_sync"), f"{strategy=} is no strategy: pass one.")
     google = [file for file in Path(PCI).glob("*/vendor") if file.read_text().strip() == "0x1ae0"]
     kinds = [CHIP_KINDS.get(file.with_name("device").read_text().strip()) for file in google]
     chips = [f"{kinds.count(kind)} × {kind} GiB of HBM" for kind in {*kinds} - {None}]
     tensorflow, keras = installed(*TENSORFLOWS), installed("tf-keras", "keras")
-    used = sys.modules["tensorflow"].keras.Model.__module__.split(".")[0] if "tensorflow" in sys.modules else "unknown"
+    legacy = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # as TensorFlow reads it
     tpu, problem, _ = find_tpu()
     unusual = {
         problem: tpu and problem,
         "a TPU on the PCI bus, but no device file: is this a container without --device?": chips and not tpu,
         "several TensorFlow packages, which overwrite each other's files": "," in tensorflow,
-        "tf.keras is Keras 3, whose maintainers do not test it with TPUStrategy": used == "keras",
+        "tf.keras is Keras 3, whose maintainers do not test it with TPUStrategy": not legacy,
+        "TF_USE_LEGACY_KERAS asks for tf-keras, which is not installed": legacy and "tf-keras" not in keras,
     }
     hosts = [HOSTS[name] for name in HOSTS if name in os.environ]
     rows = {
@@ -242,7 +247,7 @@ def describe(strategy=None) -> str:
         "TPU": f"{tpu or 'none'} (chips on the PCI bus: {', '.join(chips) or 'none'})",
         "strategy": strategy and f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} replica(s)",
         "TensorFlow": tensorflow or "not installed",
-        "Keras": f"{keras or 'not installed'}; tf.keras is {used}",
+        "Keras": f"{keras or 'not installed'}; tf.keras is {'tf_keras' if legacy else 'keras'}",
         "others": f"Python {sys.version.split()[0]}, {installed('libtpu', 'jax', 'jaxlib', 'protobuf', 'numpy')}",
         "environment": " ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(SHOWN)),
         "unusual": "; ".join(text for text, true in unusual.items() if true) or "nothing",
@@ -253,15 +258,14 @@ def describe(strategy=None) -> str:
 if "tensorflow" not in sys.modules:
     if importlib.util.find_spec("tf_keras"):
         os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
-    if find_tpu()[:2] != ("local", ""):
+    if find_tpu("local")[1]:
         os.environ.setdefault("TPU_LOAD_LIBRARY", "0")
 
 
 def load_data(dataset: str = "digits") -> tuple[tuple, tuple]:
     """((x_train, y_train), (x_val, y_val)) of "digits" (scikit-learn's, from 8×8) or "mnist" (downloaded by Keras).
 
-    Built in notebooks/02_build_input_pipeline.ipynb. Images uint8 [n, 28, 28, 1], labels int32 [n]. Raises `Refused`
-    for another name, and for "mnist" where there is no network.
+    Built in notebooks/02_build_input_pipeline.ipynb. uint8 [n, 28, 28, 1], int32 [n]. Raises `Refused`, also offline.
     """
     check_parameters(dataset=dataset)
     import numpy as np
@@ -276,15 +280,13 @@ def load_data(dataset: str = "digits") -> tuple[tuple, tuple]:
         parts = {"test_size": 0.2, "random_state": 0, "stratify": labels}
         split = model_selection.train_test_split(images, labels.astype("int32"), **parts)
         return (split[0], split[2]), (split[1], split[3])
-    patience = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(PATIENCE)  # without it a dead network is waited for, for ever
+    patience, _ = socket.getdefaulttimeout(), socket.setdefaulttimeout(PATIENCE)
     try:
-        with contextlib.redirect_stdout(None):  # the progress bar
+        with contextlib.redirect_stdout(io.StringIO()):  # the progress bar
             parts = tf.keras.datasets.mnist.load_data()
     except Exception as error:  # noqa: BLE001 - Keras raises a bare Exception when a download fails
         reason = str(error).partition("\n")[0] or type(error).__name__
-        failed = f"dataset='mnist' could not be downloaded ({reason})"
-        raise Refused(f"{failed}: connect to a network, or use dataset='digits'.") from None
+        raise Refused(f"dataset='mnist' could not be downloaded ({reason}): go online, or dataset='digits'.") from None
     finally:
         socket.setdefaulttimeout(patience)
     return tuple((images[..., None], labels.astype("int32")) for images, labels in parts)
@@ -317,9 +319,8 @@ def make_dataset(images, labels, global_batch_size, *, training=True, replicas=1
 
     Built in notebooks/02_build_input_pipeline.ipynb. `images` uint8 [n, height, width, channels] and `labels` [n]
     become `dtype` [global_batch_size, height, width, channels], 0…1, and labels [global_batch_size]. For training
-    without end, shuffled anew each epoch and augmented, the same for the same `seed` and `tf.random.set_seed`;
-    otherwise one pass, in order, which says how many examples it leaves out if the batch does not divide them. Raises
-    `Refused` for other images or labels, an unknown `dtype`, a batch too large or not divisible by `replicas`.
+    endless, shuffled anew each epoch and augmented, the same for the same `seed` and `tf.random.set_seed`; else one
+    pass, in order, which says how many examples it leaves out. Raises `Refused` for anything else.
     """
     check_parameters(global_batch_size=global_batch_size, replicas=replicas, seed=seed, dtype=dtype)
     import numpy as np
@@ -352,9 +353,8 @@ BatchTiming = namedtuple("BatchTiming", "per_replica_batch_size global_batch_siz
 def throughput(batches, global_batch_size: int, step=None, *, steps=20, repeats=5) -> Throughput:
     """Examples/s that `batches` gives, or that `step` takes when called with each: *measured*, median, lowest, highest.
 
-    Built in notebooks/02_build_input_pipeline.ipynb. `batches`: an endless dataset, a distributed one or
-    `itertools.repeat(batch)`; the first `steps` are warm-up. `step(batch)` returns a scalar; the last of each timing is
-    read, as devices work asynchronously. Raises `Refused` if a number is not whole or batches end early.
+    Built in notebooks/02_build_input_pipeline.ipynb. `batches`: a dataset or `itertools.repeat(batch)`; the first
+    `steps` warm up. `step(batch)` returns a scalar, which is read after `steps`. Raises `Refused` if batches end early.
     """
     check_parameters(global_batch_size=global_batch_size, steps=steps, repeats=repeats)
     iterator, rates = iter(batches), []

@@ -6,9 +6,11 @@ bus, the address. What TensorFlow then does is real. test_hosts.py has the packa
 
 from __future__ import annotations
 
+import concurrent.futures
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from test_helpers import run_python
@@ -63,7 +65,7 @@ def test_a_local_tpu_without_a_chip(how):
 
 def test_a_chip_and_a_tensorflow_without_tpu_support(chip):
     said = connect("virtual_replicas=4", between=f"tpu_helpers.CHIPS = ({str(chip)!r}, '')")
-    assert "was built without TPU support" in said
+    assert "was built without TPUs" in said
     assert tpu_helpers.INSTALL in said
     assert "REPLICAS 4" in said, "nothing was started, so the CPU can still be divided"
 
@@ -92,6 +94,13 @@ def test_a_libtpu_that_lacks_functions(chip, tmp_path, monkeypatch):
     assert remedy.endswith("%pip install libtpu==0.0.21.1")
 
 
+@pytest.mark.parametrize("path", ["/no/such/file", "/tmp", "/dev/null"])
+def test_a_path_to_libtpu_that_leads_nowhere_is_named(path, chip, tmp_path, monkeypatch):
+    write_libraries(tmp_path, monkeypatch, [b"TpuNode_New"], [b"TpuNode_New"])
+    monkeypatch.setenv("TPU_LIBRARY_PATH", path)
+    assert f"({path}) lacks 1 of 1 functions" in tpu_helpers.find_tpu()[1]
+
+
 def test_nothing_in_the_way(chip, tmp_path, monkeypatch):
     write_libraries(tmp_path, monkeypatch, [b"TpuNode_New"], [b"TpuNode_New", b"TpuNode_Free"])
     monkeypatch.setenv("TPU_LOAD_LIBRARY", "1")
@@ -108,6 +117,7 @@ def test_a_chip_that_another_process_holds(chip, tmp_path, monkeypatch):
     assert problem == f"process {other.pid} holds the chip"
     assert remedy.endswith(f"!kill {other.pid}")
     with open(chip):
+        assert str(other.pid) not in tpu_helpers.chip_holders(str(chip)), "it has ended"
         assert not tpu_helpers.chip_holders(str(chip)), "this process itself does not count"
 
 
@@ -116,7 +126,7 @@ def test_a_tensorflow_imported_without_libtpu_has_to_be_imported_again(chip, tmp
     monkeypatch.setenv("TPU_LOAD_LIBRARY", "0")
     monkeypatch.setitem(sys.modules, "tensorflow", sys.modules.get("tensorflow", tpu_helpers))
     assert "imported with TPU_LOAD_LIBRARY=0" in tpu_helpers.find_tpu()[1]
-    assert tpu_helpers.find_tpu()[2] == "restart the kernel."
+    assert tpu_helpers.find_tpu()[2] == "unset it, restart the kernel."
 
 
 @pytest.mark.parametrize(("environment", "expected"), [({}, "0"), ({"TPU_LOAD_LIBRARY": "1"}, "1")])
@@ -133,11 +143,38 @@ def test_an_address_that_does_not_answer_has_a_time_limit(listening):
         if listening:
             server.listen()
         address = f"grpc://127.0.0.1:{server.getsockname()[1]}"
-        said = connect(f"tpu={address!r}, virtual_replicas=1", between="tpu_helpers.PATIENCE = 2")
+        said = connect(f"tpu={address!r}, virtual_replicas=4", between="tpu_helpers.PATIENCE = 2")
     assert f"No TPU: TPU '{address}' did not start" in said
     assert "no answer in 2 s" in said
     assert "gcloud compute tpus" in said
-    assert "REPLICAS 1 MirroredStrategy" in said
+    assert "REPLICAS 4 MirroredStrategy" in said, "TensorFlow was not started: the CPU can still be divided"
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_server_that_is_not_tensorflow(handles):
+    """With `handles` it takes TensorFlow's first question and never answers; without, it does not know it."""
+    grpc = pytest.importorskip("grpc")
+
+    class Silent(grpc.GenericRpcHandler):
+        def service(self, _):
+            return grpc.unary_unary_rpc_method_handler(lambda *_: time.sleep(6)) if handles else None
+
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(2), handlers=[Silent()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    said = connect(f"'grpc://127.0.0.1:{port}', virtual_replicas=4", between="tpu_helpers.PATIENCE = 2")
+    server.stop(None)
+    assert "did not start" in said
+    assert ("no answer in 2 s" in said) == handles
+    assert "REPLICAS 4" in said
+
+
+def test_a_metadata_server_that_never_answers_has_a_time_limit():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        metadata = f"127.0.0.1:{server.getsockname()[1]}"
+        said = connect("'my-tpu'", between="tpu_helpers.PATIENCE = 2", GCE_METADATA_IP=metadata, no_proxy="*")
+    assert "No TPU: TPU 'my-tpu' did not start, " in said
+    assert "timed out" in said
 
 
 def test_a_server_that_answers_and_has_no_tpu():
@@ -153,11 +190,16 @@ sys.stdin.read()"""
     quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", code], **quiet) as server:
         assert server.stdout.readline() == b"up\n"
-        said = connect(f"'grpc://{address}', virtual_replicas=4")
+        after = """
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+    print("DEVICE", strategy.experimental_local_results(variable)[0].device)"""
+        said = connect(f"'grpc://{address}', virtual_replicas=4", after=after)
         server.stdin.close()
     assert f"No TPU: TPU 'grpc://{address}' did not start, NotFoundError: TPUs not found in the cluster" in said
     assert "it is too late to divide the CPU" in said
     assert "REPLICAS 1" in said
+    assert "DEVICE /job:localhost/" in said, "this CPU, not the server's"
 
 
 def test_a_name_that_nobody_knows_is_told_in_tensorflows_own_words():
@@ -242,7 +284,7 @@ def test_describe_a_machine_without_a_tpu(monkeypatch):
     table = rows(tpu_helpers.describe())
     assert table["host"].startswith("your own, ")
     assert table["TPU"].startswith("none (")
-    assert table["TensorFlow"].startswith("tensorflow 2.")
+    assert table["TensorFlow"].startswith("tensorflow")
     assert f"Python {sys.version.split()[0]}" in table["others"]
 
 
@@ -253,7 +295,7 @@ def test_describe_says_what_is_unusual(chip, pci, monkeypatch):
     table = rows(tpu_helpers.describe())
     assert table["host"].startswith("Kaggle, ")
     assert table["TPU"] == "local (chips on the PCI bus: 8 × v5e, 16 GiB of HBM)"
-    assert "was built without TPU support" in table["unusual"]
+    assert "was built without TPUs" in table["unusual"]
     assert "TPU_ACCELERATOR_TYPE=v5litepod-8" in table["environment"]
 
 
@@ -273,6 +315,20 @@ def test_describe_notices_two_tensorflows_and_keras_3(tf, monkeypatch):
     unusual = rows(tpu_helpers.describe())["unusual"]
     assert "overwrite each other's files" in unusual
     assert ("Keras 3" in unusual) == (tf.keras.Model.__module__.split(".")[0] == "keras")
+
+
+@pytest.mark.parametrize(("variable", "part"), [("1", "asks for tf-keras, which is not"), ("0", "is Keras 3")])
+def test_describe_needs_no_keras(variable, part, monkeypatch):
+    monkeypatch.setattr(tpu_helpers, "installed", lambda *names: "")
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", variable)
+    table = rows(tpu_helpers.describe())
+    assert part in table["unusual"]
+    assert table["Keras"].startswith("not installed")
+
+
+def test_describe_refuses_what_is_no_strategy():
+    with pytest.raises(tpu_helpers.Refused, match="strategy='TPU' is no strategy"):
+        tpu_helpers.describe("TPU")
 
 
 def test_describe_names_strategy_and_replicas(tf):

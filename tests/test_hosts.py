@@ -8,6 +8,7 @@ where a case needs one, the place where its device file is looked for is an empt
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -99,7 +100,9 @@ def after_install(name, install):
         shutil.copytree(before, folder, symlinks=True, copy_function=os.link)
         install(folder)
 
-    return kept(f"{name}-after", [*HOLDS[name], *TO_RUN, tpu_helpers.INSTALL], make)
+    files = ["tools/publish.py", "tpu_helpers.py", "notebooks/01_connect_to_tpu.ipynb"]
+    content = hashlib.sha256(b"".join((ROOT / file).read_bytes() for file in files)).hexdigest()
+    return kept(f"{name}-after", [*HOLDS[name], *TO_RUN, content], make)
 
 
 def run_notebook(environment, name, folder, chip=False, variables=None, source=ROOT / "notebooks", **parameters):
@@ -171,11 +174,17 @@ def test_colab_before_says_what_to_install(name, chip, tmp_path):
     assert "Traceback" not in seen
 
 
+def test_connect_says_it_too():
+    result = call(host("colab"), "-c", "import tpu_helpers; tpu_helpers.connect()", TPU_NAME="local")
+    said = result.stderr.partition("tpu_helpers.Refused: ")[2].strip()
+    assert said == f"TensorFlow is not installed here: {tpu_helpers.RUN}{tpu_helpers.INSTALL}"
+
+
 @each_name
 def test_kaggle_before_trains_on_its_cpu_and_says_why(name, tmp_path):
     result, seen = run_notebook(host("kaggle"), name, tmp_path, chip=True)
     assert result.returncode == 0, result.stderr
-    assert "No TPU: tensorflow-cpu 2.20.0 was built without TPU support." in seen
+    assert "No TPU: TensorFlow was built without TPUs (tensorflow-cpu 2.20.0)." in seen
     assert tpu_helpers.INSTALL in seen
     assert "virtual replica(s) of this CPU instead" in seen
 
@@ -244,9 +253,8 @@ def test_a_libtpu_that_is_too_new_ends_the_process_unless_it_is_noticed_before(t
     result, seen = run_notebook(environment, "01_connect_to_tpu", tmp_path, chip=True)
     assert result.returncode == 0, result.stderr
     version = re.search(r"libtpu==(\S+)", pip(environment, "freeze"))[1]
-    assert re.search(
-        rf"No TPU: libtpu {re.escape(version)} lacks \d+ of \d+ functions TensorFlow calls, such as Tpu", seen
-    )
+    diagnosis = rf"No TPU: libtpu {re.escape(version)} \(\S+\) lacks \d+ of \d+ functions TensorFlow calls, such as Tpu"
+    assert re.search(diagnosis, seen)
     assert f"{tpu_helpers.RUN}%pip install libtpu==0.0.21.1" in seen
 
 

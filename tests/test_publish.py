@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -73,11 +74,18 @@ def test_a_fresh_clone_is_either_published_throughout_or_links_to_nobody(kit):
     """And if it is, `make publish` with the same names would change nothing but the fingerprint of a newer helper."""
     found = {re.search(r'SOURCE = "([^"]*)"', setup(path))[1] for path in NOTEBOOKS}
     assert len(found) == 1
-    if found == {""}:
-        before = contents(kit)
-        publish(kit, "links", "")
-        assert contents(kit) == before
-        assert not [path for path, content in before.items() if b"colab.research.google.com/github" in content]
+    before = contents(kit)
+    (source,) = found
+    repo, _, tag = (
+        source.removeprefix("https://raw.githubusercontent.com/").removesuffix("/tpu_helpers.py").rpartition("/")
+    )
+    publish(kit, "links", repo, tag)
+    without = [
+        {path: re.sub(rb"\b[0-9a-f]{64}\b", b"", content) for path, content in each.items()}
+        for each in (before, contents(kit))
+    ]
+    assert without[0] == without[1]
+    assert (b"colab.research.google.com/github" in b"".join(before.values())) == bool(source)
 
 
 def test_badges_lead_to_the_repository_at_its_tag(kit):
@@ -108,6 +116,9 @@ def test_the_stamp_is_the_helpers_own_fingerprint(kit):
         (["links", "https://github.com/a/b", "v1"], "REPO='https://github.com/a/b' is no repository"),
         (["links", REPO], "TAG='' is no tag"),
         (["links", REPO, "v 1"], "TAG='v 1' is no tag"),
+        (["links", REPO, "v1/"], "TAG='v1/' is no tag"),
+        (["links", "ada/tpu-kit.git", "v1"], "REPO='ada/tpu-kit.git' is no repository"),
+        (["links", "ada/..", "v1"], "REPO='ada/..' is no repository"),
         (["kaggle", "", "04_fit"], "KAGGLE_USER='' is no name"),
         (["kaggle", "ada", "04"], "NOTEBOOK='04' is unknown: pass one of 01_connect_to_tpu,"),
     ],
@@ -121,17 +132,42 @@ def test_bad_names_are_refused_and_nothing_is_written(kit, arguments, part):
     assert contents(kit) == before
 
 
-def test_make_publish_says_how_if_it_is_not_told_where():
-    result = subprocess.run(
-        ["make", "publish", f"VENV={sys.prefix}"],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "REPO"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def make(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name not in ("REPO", "TAG")}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_make_publish_says_how_if_it_is_not_told_where_and_installs_nothing_before(tmp_path):
+    result = make("publish", f"VENV={tmp_path / 'venv'}")
     assert result.returncode != 0
     assert "make publish REPO=owner/name TAG=v1.0.0" in result.stdout
+    assert not (tmp_path / "venv").exists()
+
+
+def test_what_is_given_to_make_is_not_run(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    (tmp_path / "ready").touch()
+    result = make("publish", f"VENV={tmp_path}", f'REPO=a`touch {tmp_path}/harm`"b', "TAG=v1")
+    assert "is no repository: pass OWNER/NAME" in result.stderr
+    assert not (tmp_path / "harm").exists()
+
+
+def test_ruff_is_content_with_published_notebooks(kit):
+    shutil.copy(ROOT / "pyproject.toml", kit)
+    publish(kit, "links", "a-rather-long-name-of-an-owner/learn-tensorflow-on-tpus", "v10.20.30")
+    result = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "."], cwd=kit, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+
+
+def test_without_a_place_in_the_readme_nothing_is_written(kit):
+    (kit / "README.md").write_text("# Mine\n")
+    before = contents(kit)
+    assert "README.md has no place for the links" in publish(kit, "links", REPO, "v1.0.0").stderr
+    assert contents(kit) == before
 
 
 # --- a stamped notebook, alone in an empty folder, that fetches its helper
@@ -187,13 +223,24 @@ def test_a_tampered_helper_is_refused_and_not_run(stamped, tmp_path):
     assert not (tmp_path / "alone" / "tpu_helpers.py").exists()
 
 
-@pytest.mark.parametrize("how", ["no such file", "no network", "unpublished"])
+def answer_nonsense(server):
+    while True:
+        caller, _ = server.accept()
+        caller.sendall(b"nonsense\r\n\r\n")
+        caller.close()
+
+
+@pytest.mark.parametrize("how", ["no such file", "no network", "nonsense", "unpublished"])
 def test_without_the_helper_one_sentence_says_what_to_do(how, stamped, kit, tmp_path, monkeypatch):
     notebooks, served = stamped
     (served / "tpu_helpers.py").unlink()
     if how == "no network":
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
         monkeypatch.setenv("no_proxy", "")
+    if how == "nonsense":
+        server = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=answer_nonsense, args=[server], daemon=True).start()
+        publish(kit, "links", REPO, "v1.0.0", f"--raw=http://127.0.0.1:{server.getsockname()[1]}")
     if how == "unpublished":
         publish(kit, "links", "")
     seen = refusal(notebooks / "01_connect_to_tpu.ipynb", tmp_path)

@@ -58,7 +58,9 @@ def save(path: Path, content: nbformat.NotebookNode) -> None:
 
 def write_links(repo: str, tag: str, raw: str = RAW) -> None:
     """Badges, and where each Setup cell finds its helper; none of them if `repo` is empty."""
-    helper = (ROOT / "tpu_helpers.py").read_bytes()
+    helper, readme = (ROOT / "tpu_helpers.py").read_bytes(), (ROOT / "README.md").read_text()
+    if not re.search(f"{BEGIN}.*{END}", readme, re.DOTALL):
+        refuse(f"README.md has no place for the links: put a line {BEGIN} and a line {END} there.")
     source, fingerprint = "", ""
     if repo:
         source, fingerprint = f"{raw}/{repo}/{tag}/tpu_helpers.py", hashlib.sha256(helper).hexdigest()
@@ -75,7 +77,6 @@ def write_links(repo: str, tag: str, raw: str = RAW) -> None:
         setup.source = re.sub(r'(?m)^SOURCE = "[^"]*"', f'SOURCE = "{source}"', setup.source)
         setup.source = re.sub(r'(?m)^SHA256 = "[^"]*"', f'SHA256 = "{fingerprint}"', setup.source)
         save(path, content)
-    readme = (ROOT / "README.md").read_text()
     block = "\n".join(["", "", "| open | in |", "| --- | --- |", *rows, "", ""]) if repo else "\n"
     readme = re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + block + END, readme, flags=re.DOTALL)
     (ROOT / "README.md").write_text(readme)
@@ -162,9 +163,9 @@ def main() -> None:
             refuse(f"NOTEBOOK={given.notebook!r} is unknown: pass one of {', '.join(known)}.")
         write_kaggle(given.user, given.notebook)
     else:
-        if given.repo and not re.fullmatch(r"[\w-]+/[\w.-]+", given.repo):
+        if given.repo and not re.fullmatch(r"[\w-]+/(?!\.+$)[\w.-]+(?<!\.git)", given.repo):
             refuse(f"REPO={given.repo!r} is no repository: pass OWNER/NAME, as in REPO=ada/tpu-kit.")
-        if given.repo and not re.fullmatch(r"[\w][\w./-]*", given.tag):
+        if given.repo and not re.fullmatch(r"\w([\w./-]*[\w-])?", given.tag):
             refuse(f"TAG={given.tag!r} is no tag: pass the one that you are about to set, as in TAG=v1.0.0.")
         write_links(given.repo, given.tag, given.raw)
         print(f"published as {given.repo} at {given.tag}: commit, tag, push." if given.repo else "links taken out.")
