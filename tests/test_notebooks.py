@@ -139,3 +139,4 @@ def test_a_tpu_that_is_not_there_does_not_hold_up_the_first_notebook(tpu, tmp_pa
     )
     assert "strategy: none" in printed(result)
     assert "No TPU: " in printed(result)
+    assert "Training on 8 virtual replica(s) of this CPU instead." in printed(result)
