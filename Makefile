@@ -2,7 +2,7 @@
 # make test   the whole suite                              make notebooks     regenerate the committed outputs
 # make test-hosts    in environments like Colab's, ...     make test-browser  in a real browser
 # make standalone    notebooks that carry their helper     make publish, make kaggle: see the README
-# All set up .venv first, once. TF=2.20 uses that TensorFlow (in .venv-2.20), KERAS=3 trains with Keras 3.
+# All but the last line set up .venv first, once. TF=2.20 uses that TensorFlow (in .venv-2.20), KERAS=3 trains with Keras 3.
 
 VENV := .venv$(if $(TF),-$(TF))
 BIN := $(VENV)/bin
@@ -36,21 +36,22 @@ lab: setup
 notebooks: setup
 	@$(BIN)/python tools/notebooks.py regenerate
 
-standalone: setup
-	@$(BIN)/python tools/publish.py standalone
+# These need Python alone, no set-up.
+standalone:
+	@$(or $(PYTHON),python3) tools/publish.py standalone
 
 GIVEN := $(origin REPO)
 export REPO TAG KAGGLE_USER NOTEBOOK
-publish: named setup
-	@$(BIN)/python tools/publish.py links "$$REPO" "$$TAG"
+publish: named
+	@$(or $(PYTHON),python3) tools/publish.py links "$$REPO" "$$TAG"
 
 named:
 ifeq ($(GIVEN),undefined)
 	@echo "Say where: make publish REPO=owner/name TAG=v1.0.0 (make publish REPO= takes the links out)"; exit 1
 endif
 
-kaggle: setup
-	@$(BIN)/python tools/publish.py kaggle "$$KAGGLE_USER" "$$NOTEBOOK"
+kaggle:
+	@$(or $(PYTHON),python3) tools/publish.py kaggle "$$KAGGLE_USER" "$$NOTEBOOK"
 
 setup: $(READY)
 

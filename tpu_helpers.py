@@ -36,9 +36,9 @@ CHIP_KINDS |= {"0x006f": "v6e, 32", "0x0076": "TPU7x, which TensorFlow does not 
 HOSTS = {"KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "COLAB_RELEASE_TAG": "Colab", "BINDER_LAUNCH_HOST": "Binder"}
 SHOWN = ("TPU_NAME", "TPU_ACC", "TPU_LOAD", "TPU_SKIP", "ISTPUVM", "TF_USE_LEGACY", *HOSTS)
 PATIENCE = 30  # seconds to wait for an answer from the network
-RUN = "run this in a cell, restart the kernel, run all cells:\n"
-INSTALL = """\
-%pip uninstall -y tensorflow tensorflow-cpu
+RUN = "run this once in a new cell, restart the kernel, run all cells:\n"
+CHOOSE = "choose a TPU runtime (Colab: Runtime → Change runtime type; Kaggle: Settings → Accelerator), run all cells."
+INSTALL = """%pip uninstall -y tensorflow tensorflow-cpu tensorflow-tpu
 %pip install tensorflow-tpu==2.20.0 'libtpu>=0.0.14,<0.0.32'
 %pip install --no-deps tf-keras==2.20.1"""
 
@@ -128,8 +128,7 @@ def installed(*packages: str) -> str:
 def tpu_functions(library: str) -> set[bytes]:
     """Names of libtpu's functions in a library: those libtensorflow_cc.so.2 calls, or libtpu.so offers.
 
-    Built in notebooks/01_connect_to_tpu.ipynb. TensorFlow looks the functions up by name, so comparing the two says
-    whether they fit. Empty where there is no such file.
+    Built in notebooks/01_connect_to_tpu.ipynb. Comparing the two says whether they fit. Empty if there is no file.
     """
     if not os.path.isfile(library) or not os.path.getsize(library):
         return set()
@@ -155,8 +154,7 @@ def find_tpu(tpu: str | None = None) -> tuple[str, str, str]:
     chip = next(filter(os.path.exists, CHIPS), None)
     tpu = tpu or os.environ.get("TPU_NAME") or ("local" if chip else "")
     if not chip and tpu in ("", "local"):
-        where = f"no chip at {CHIPS[0]} or {CHIPS[1]}, and no name of a TPU elsewhere"
-        return tpu, where, f"on a TPU runtime, {RUN}{INSTALL}"
+        return tpu, f"no chip at {CHIPS[0]} or {CHIPS[1]}, and no name of a TPU elsewhere", CHOOSE
     tensorflow, libtpu = map(importlib.util.find_spec, ("tensorflow", "libtpu"))
     if not tensorflow or not tensorflow.origin:
         return tpu, "TensorFlow is not installed", RUN + INSTALL
@@ -175,7 +173,7 @@ def find_tpu(tpu: str | None = None) -> tuple[str, str, str]:
     if pids := " ".join(sorted(chip_holders(chip))):
         return tpu, f"process {pids} holds the chip", f"shut its kernel down, or {RUN}!kill {pids}"
     if "tensorflow" in sys.modules and os.environ.get("TPU_LOAD_LIBRARY") == "0":
-        return tpu, "TensorFlow was imported with TPU_LOAD_LIBRARY=0", "unset it, restart the kernel."
+        return tpu, "TensorFlow was imported with TPU_LOAD_LIBRARY=0", "remove that setting, restart the kernel."
     return tpu, "", ""
 
 
@@ -197,8 +195,7 @@ def connect(tpu: str | None = None, virtual_replicas: int = 1):
         patience, _ = socket.getdefaulttimeout(), socket.setdefaulttimeout(PATIENCE)
         try:
             resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=tpu)
-            address = resolver.master()
-            if address.startswith("grpc://"):  # on the network: TensorFlow would wait for ever
+            if (address := resolver.master()).startswith("grpc://"):  # TensorFlow's own wait is endless
                 with grpc.insecure_channel(address.removeprefix("grpc://")) as channel:
                     channel.unary_unary("/tensorflow.WorkerService/GetStatus")(b"", PATIENCE, wait_for_ready=True)
             late = "; it is too late to divide the CPU"
@@ -210,14 +207,17 @@ def connect(tpu: str | None = None, virtual_replicas: int = 1):
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told
             said = re.sub(r"(?s)^Graph exec.*>\n", "", getattr(error, "details", error.__str__)()).partition("\n")[0]
             words = said.replace("Deadline Exceeded", f"no answer in {PATIENCE} s")
-            problem = f"TPU {tpu!r} did not start, {type(error).__name__}: {words}{late}"
-            remedy = "see if it is up (!gcloud compute tpus tpu-vm list --zone=-), restart the kernel."
+            problem = f"it did not start, {type(error).__name__}: {words}{late}"
+            remedy = "restart kernel or runtime (is it up? !gcloud compute tpus tpu-vm list --zone=-)."
         finally:
             socket.setdefaulttimeout(patience)
     gpus = tf.config.list_physical_devices("GPU")
     strategy = tf.distribute.MirroredStrategy() if gpus else virtual_strategy(1 if late else virtual_replicas)
-    used = f"{len(gpus)} GPU(s)" if gpus else f"{strategy.num_replicas_in_sync} virtual replica(s) of this CPU"
-    print(f"No TPU: {problem}.\nTraining on {used} instead. To use a TPU: {remedy}")
+    blind = " (GPU: %pip install 'tensorflow[and-cuda]')" if os.path.exists("/dev/nvidia0") else ""
+    count = strategy.num_replicas_in_sync
+    used = f"{len(gpus)} GPU(s)" if gpus else f"{count} virtual replica(s) of this CPU{blind}"
+    print(f"TPU {tpu!r} is not used" if tpu else "No TPU", end=f": {problem}.\n")
+    print(f"Training on {used} instead. To use a TPU: {remedy}")
     return strategy
 
 
@@ -241,14 +241,14 @@ def describe(strategy=None) -> str:
         "tf.keras is Keras 3, whose maintainers do not test it with TPUStrategy": not legacy,
         "TF_USE_LEGACY_KERAS asks for tf-keras, which is not installed": legacy and "tf-keras" not in keras,
     }
-    hosts = [HOSTS[name] for name in HOSTS if name in os.environ]
     rows = {
-        "host": f"{', '.join(hosts) or 'your own'}, {sys.platform}, {os.cpu_count()} CPU cores",
+        "host": ", ".join(host for name, host in HOSTS.items() if name in os.environ) or "your own",
         "TPU": f"{tpu or 'none'} (chips on the PCI bus: {', '.join(chips) or 'none'})",
         "strategy": strategy and f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} replica(s)",
         "TensorFlow": tensorflow or "not installed",
         "Keras": f"{keras or 'not installed'}; tf.keras is {'tf_keras' if legacy else 'keras'}",
-        "others": f"Python {sys.version.split()[0]}, {installed('libtpu', 'jax', 'jaxlib', 'protobuf', 'numpy')}",
+        "Python": f"{sys.version.split()[0]} on {sys.platform}, {os.cpu_count()} CPU cores",
+        "others": installed("libtpu", "jax", "jaxlib", "protobuf", "numpy"),
         "environment": " ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(SHOWN)),
         "unusual": "; ".join(text for text, true in unusual.items() if true) or "nothing",
     }

@@ -83,7 +83,7 @@ with tpu_helpers.quietly():
     import tensorflow
 """
     said = run_python(code, TPU_NAME=tpu).stderr.partition("Refused: ")[2]
-    assert said.startswith("TensorFlow is not installed here: run this in a cell, restart the kernel, run all cells:\n")
+    assert said.startswith(f"TensorFlow is not installed here: {tpu_helpers.RUN}")
     assert (tpu_helpers.INSTALL in said) == bool(tpu)
     assert "%pip install" in said
 

@@ -92,7 +92,7 @@ def host(name):
     return kept(name, [*HOLDS[name], *TO_RUN], make)
 
 
-def after_install(name, install):
+def after_install(name, install, after="after"):
     """A copy of the host (by hard links; pip replaces files, and never writes into one) in which `install` has run."""
     before = host(name)
 
@@ -102,7 +102,7 @@ def after_install(name, install):
 
     files = ["tools/publish.py", "tpu_helpers.py", "notebooks/01_connect_to_tpu.ipynb"]
     content = hashlib.sha256(b"".join((ROOT / file).read_bytes() for file in files)).hexdigest()
-    return kept(f"{name}-after", [*HOLDS[name], *TO_RUN, content], make)
+    return kept(f"{name}-{after}", [*HOLDS[name], *TO_RUN, content], make)
 
 
 def run_notebook(environment, name, folder, chip=False, variables=None, source=ROOT / "notebooks", **parameters):
@@ -184,7 +184,7 @@ def test_connect_says_it_too():
 def test_kaggle_before_trains_on_its_cpu_and_says_why(name, tmp_path):
     result, seen = run_notebook(host("kaggle"), name, tmp_path, chip=True)
     assert result.returncode == 0, result.stderr
-    assert "No TPU: TensorFlow was built without TPUs (tensorflow-cpu 2.20.0)." in seen
+    assert "TPU 'local' is not used: TensorFlow was built without TPUs (tensorflow-cpu 2.20.0)." in seen
     assert tpu_helpers.INSTALL in seen
     assert "virtual replica(s) of this CPU instead" in seen
 
@@ -237,7 +237,7 @@ def test_after_it_nothing_is_in_the_way_of_a_chip_but_that_there_is_none(name, t
     result, seen = run_notebook(environment, "01_connect_to_tpu", tmp_path, True, {"TPU_SKIP_MDS_QUERY": "1"})
     assert result.returncode == 0, result.stderr
     assert "in the way: nothing" in seen
-    assert "No TPU: TPU 'local' did not start, " in seen
+    assert "TPU 'local' is not used: it did not start, " in seen
     assert re.search(r"RET_CHECK failure|No TPU platform|TPUs not found", seen), "TensorFlow's own words"
 
 
@@ -253,8 +253,8 @@ def test_a_libtpu_that_is_too_new_ends_the_process_unless_it_is_noticed_before(t
     result, seen = run_notebook(environment, "01_connect_to_tpu", tmp_path, chip=True)
     assert result.returncode == 0, result.stderr
     version = re.search(r"libtpu==(\S+)", pip(environment, "freeze"))[1]
-    diagnosis = rf"No TPU: libtpu {re.escape(version)} \(\S+\) lacks \d+ of \d+ functions TensorFlow calls, such as Tpu"
-    assert re.search(diagnosis, seen)
+    diagnosis = rf"libtpu {re.escape(version)} \(\S+\) lacks \d+ of \d+ functions TensorFlow calls, such as Tpu"
+    assert re.search(f"TPU 'local' is not used: {diagnosis}", seen)
     assert f"{tpu_helpers.RUN}%pip install libtpu==0.0.21.1" in seen
 
 
@@ -264,6 +264,20 @@ def test_the_remedy_for_it_is_one(tmp_path):
     assert names_fit(environment)
     _, seen = run_notebook(environment, "01_connect_to_tpu", tmp_path, True, {"TPU_SKIP_MDS_QUERY": "1"})
     assert "in the way: nothing" in seen
+
+
+def test_the_install_section_mends_two_tensorflows_in_one_place():
+    """What is left when tensorflow-cpu was installed beside tensorflow-tpu, or the other way round."""
+
+    def make(folder):
+        pip(folder, "install", "--quiet", "tensorflow-cpu==2.20.0")
+        said = python(folder, "import tpu_helpers; print(tpu_helpers.describe())")
+        assert "several TensorFlow packages" in said
+        install_section(folder)
+
+    environment = after_install("unpinned", make, "both")
+    assert "tensorflow-cpu" not in pip(environment, "freeze").replace("_", "-")
+    assert names_fit(environment)
 
 
 # --- plain TensorFlow

@@ -138,5 +138,5 @@ def test_a_tpu_that_is_not_there_does_not_hold_up_the_first_notebook(tpu, tmp_pa
         NOTEBOOKS[0], tmp_path / "result.ipynb", {"tpu": tpu}, cwd=tmp_path, kernel_name="python3", progress_bar=False
     )
     assert "strategy: none" in printed(result)
-    assert "No TPU: " in printed(result)
+    assert f"TPU '{tpu}' is not used: " in printed(result)
     assert "Training on 8 virtual replica(s) of this CPU instead." in printed(result)

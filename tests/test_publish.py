@@ -39,7 +39,11 @@ def kit(tmp_path):
 
 def publish(kit, *arguments):
     return subprocess.run(
-        [sys.executable, kit / "tools" / "publish.py", *arguments], capture_output=True, text=True, cwd="/", check=False
+        [sys.executable, "-S", kit / "tools" / "publish.py", *arguments],  # -S: with no package but Python's own
+        capture_output=True,
+        text=True,
+        cwd="/",
+        check=False,
     )
 
 
@@ -244,8 +248,9 @@ def test_without_the_helper_one_sentence_says_what_to_do(how, stamped, kit, tmp_
     if how == "unpublished":
         publish(kit, "links", "")
     seen = refusal(notebooks / "01_connect_to_tpu.ipynb", tmp_path)
-    assert seen.startswith("NotFound: no tpu_helpers.py here, and none from ")
-    assert seen.endswith(": put tpu_helpers.py, from the repository of this notebook, into its folder.")
+    where = "no address to fetch it from: " if how == "unpublished" else "none from http://"
+    assert seen.startswith(f"NotFound: no tpu_helpers.py here, and {where}")
+    assert seen.endswith(": upload it beside this notebook, or open the standalone notebook, which has it inside.")
     assert "\n" not in seen
 
 

@@ -4,7 +4,8 @@
     python tools/publish.py standalone             # `make standalone`: notebooks that carry their helpers, in build/
     python tools/publish.py kaggle USER NOTEBOOK   # `make kaggle`: one of them with its metadata, ready to push
 
-It stands in a file because badges, links and fingerprints are written from one place, and taken out again.
+It stands in a file because badges, links and fingerprints are written from one place, and taken out again. It needs
+nothing but Python, so that `make standalone` takes a second on any machine.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import json
 import re
 import sys
 from pathlib import Path
-
-import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
@@ -51,9 +50,30 @@ def badges(repo: str, tag: str, path: str) -> str:
     return " ".join(made).format(repo=repo, tag=tag, path=path)
 
 
-def save(path: Path, content: nbformat.NotebookNode) -> None:
-    """As `make notebooks` writes it, so that only what was changed differs."""
-    nbformat.write(content, path)
+def load(path: Path) -> dict:
+    """A notebook, with each cell's source as one string."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for cell in content["cells"]:
+        cell["source"] = "".join(cell["source"])
+    return content
+
+
+def save(path: Path, content: dict) -> None:
+    """As nbformat writes it in `make notebooks`, so that only what was changed differs."""
+    cells = [cell | {"source": cell["source"].splitlines(keepends=True)} for cell in content["cells"]]
+    text = json.dumps(content | {"cells": cells}, indent=1, ensure_ascii=False, sort_keys=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def is_setup(cell: dict) -> bool:
+    return "setup" in cell["metadata"].get("tags", [])
+
+
+def code_cell(name: str, source: str, metadata: dict, count: int | None, said: str) -> dict:
+    """A cell to put in front, with what it prints."""
+    outputs = [{"output_type": "stream", "name": "stdout", "text": [said]}] if said else []
+    content = {"cell_type": "code", "execution_count": count, "outputs": outputs}
+    return content | {"id": name, "metadata": metadata, "source": source}
 
 
 def write_links(repo: str, tag: str, raw: str = RAW) -> None:
@@ -66,16 +86,16 @@ def write_links(repo: str, tag: str, raw: str = RAW) -> None:
         source, fingerprint = f"{raw}/{repo}/{tag}/tpu_helpers.py", hashlib.sha256(helper).hexdigest()
     rows = []
     for path in NOTEBOOKS:
-        content = nbformat.read(path, as_version=4)
-        title = content.cells[0]
-        title.source = re.sub(r"\n\n\[!\[Open in .*", "", title.source)
+        content = load(path)
+        title = content["cells"][0]
+        title["source"] = re.sub(r"\n\n\[!\[Open in .*", "", title["source"])
         if repo:
             line = badges(repo, tag, f"notebooks/{path.name}")
-            title.source = re.sub(r"^(# .*)", lambda match, line=line: f"{match[1]}\n\n{line}", title.source)
+            title["source"] = re.sub(r"^(# .*)", lambda match, line=line: f"{match[1]}\n\n{line}", title["source"])
             rows.append(f"| {path.stem} | {line} |")
-        setup = next(cell for cell in content.cells if "setup" in cell.metadata.get("tags", []))
-        setup.source = re.sub(r'(?m)^SOURCE = "[^"]*"', f'SOURCE = "{source}"', setup.source)
-        setup.source = re.sub(r'(?m)^SHA256 = "[^"]*"', f'SHA256 = "{fingerprint}"', setup.source)
+        setup = next(filter(is_setup, content["cells"]))
+        for name, value in (("SOURCE", source), ("SHA256", fingerprint)):
+            setup["source"] = re.sub(rf'(?m)^{name} = "[^"]*"', f'{name} = "{value}"', setup["source"])
         save(path, content)
     block = "\n".join(["", "", "| open | in |", "| --- | --- |", *rows, "", ""]) if repo else "\n"
     readme = re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + block + END, readme, flags=re.DOTALL)
@@ -84,30 +104,28 @@ def write_links(repo: str, tag: str, raw: str = RAW) -> None:
 
 def published() -> str:
     """The repository at its tag that the notebooks were stamped with, as a GitHub address; "" if with none."""
-    setup = next(cell.source for cell in nbformat.read(NOTEBOOKS[0], as_version=4).cells if cell.cell_type == "code")
-    found = re.search(r'SOURCE = "https?://[^/]+/([\w.-]+/[\w.-]+)/([^"]+)/tpu_helpers.py"', setup)
+    setup = next(filter(is_setup, load(NOTEBOOKS[0])["cells"]))
+    found = re.search(r'SOURCE = "https?://[^/]+/([\w.-]+/[\w.-]+)/([^"]+)/tpu_helpers.py"', setup["source"])
     return f"https://github.com/{found[1]}/blob/{found[2]}" if found else ""
 
 
-def standalone(path: Path) -> nbformat.NotebookNode:
+def standalone(path: Path) -> dict:
     """The notebook with the modules it imports in front of its Setup, and no link to a file that is not there."""
-    content = nbformat.read(path, as_version=4)
-    code = "\n".join(cell.source for cell in content.cells if cell.cell_type == "code")
+    content = load(path)
+    cells = content["cells"]
+    code = "\n".join(cell["source"] for cell in cells if cell["cell_type"] == "code")
     modules = [name for name in MODULES if re.search(rf"(?m)^(from|import) {name}\b", code)]
-    for cell in content.cells:
-        if cell.cell_type == "markdown":
-            there = published() and rf"[\1]({published()}/notebooks/\2)"
-            cell.source = re.sub(r"\[([^]]+)\]\((?!https?:)([^)#]+)[^)]*\)", there or r"\1", cell.source)
-        elif cell.execution_count:
-            cell.execution_count += len(modules)
-    place = next(i for i, cell in enumerate(content.cells) if "setup" in cell.metadata.get("tags", []))
+    there = published() and rf"[\1]({published()}/notebooks/\2)"
+    for cell in cells:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = re.sub(r"\[([^]]+)\]\((?!https?:)([^)#]+)[^)]*\)", there or r"\1", cell["source"])
+        elif cell["execution_count"]:
+            cell["execution_count"] += len(modules)
+    place = next(number for number, cell in enumerate(cells) if is_setup(cell))
     for number, name in enumerate(modules):
-        source = f"%%writefile {name}.py\n" + (ROOT / f"{name}.py").read_text()
-        cell = nbformat.v4.new_code_cell(
-            source, id=name.replace("_", "-"), metadata=COLLAPSED, execution_count=number + 1
-        )
-        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=f"Writing {name}.py\n")]
-        content.cells.insert(place + number, cell)
+        source = f"%%writefile {name}.py\n" + (ROOT / f"{name}.py").read_text(encoding="utf-8")
+        cell = code_cell(name.replace("_", "-"), source, COLLAPSED, number + 1, f"Writing {name}.py\n")
+        cells.insert(place + number, cell)
     return content
 
 
@@ -127,7 +145,7 @@ def write_kaggle(user: str, name: str) -> None:
     folder = ROOT / "build" / "kaggle"
     folder.mkdir(parents=True, exist_ok=True)
     content = standalone(ROOT / "notebooks" / f"{name}.ipynb")
-    content.cells.insert(0, nbformat.v4.new_code_cell(INSTALL, id="install"))
+    content["cells"].insert(0, code_cell("install", INSTALL, {}, None, ""))
     save(folder / "notebook.ipynb", content)
     metadata = json.loads((ROOT / "tools" / "kernel-metadata.json").read_text())
     metadata["id"], metadata["title"] = f"{user}/{name.replace('_', '-')}", name.replace("_", " ")
