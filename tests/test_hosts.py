@@ -169,7 +169,7 @@ def names_fit(environment):
 def test_colab_before_says_what_to_install(name, chip, tmp_path):
     result, seen = run_notebook(host("colab"), name, tmp_path, chip)
     assert result.returncode != 0
-    assert "Refused: TensorFlow is not installed here: run this in a cell" in seen
+    assert f"Refused: TensorFlow is not installed here: {tpu_helpers.RUN}" in seen
     assert (tpu_helpers.INSTALL in seen.partition("Refused")[2]) == chip
     assert "Traceback" not in seen
 
