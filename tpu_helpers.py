@@ -173,7 +173,7 @@ def find_tpu(tpu: str | None = None) -> tuple[str, str, str]:
     if pids := " ".join(sorted(chip_holders(chip))):
         return tpu, f"process {pids} holds the chip", f"shut its kernel down, or {RUN}!kill {pids}"
     if "tensorflow" in sys.modules and os.environ.get("TPU_LOAD_LIBRARY") == "0":
-        return tpu, "TensorFlow was imported with TPU_LOAD_LIBRARY=0", "remove that, restart the kernel."
+        return tpu, "TensorFlow was imported with TPU_LOAD_LIBRARY=0", "remove that and restart."
     return tpu, "", ""
 
 

@@ -127,7 +127,7 @@ def test_a_tensorflow_imported_without_libtpu_has_to_be_imported_again(chip, tmp
     monkeypatch.setenv("TPU_LOAD_LIBRARY", "0")
     monkeypatch.setitem(sys.modules, "tensorflow", sys.modules.get("tensorflow", tpu_helpers))
     assert "imported with TPU_LOAD_LIBRARY=0" in tpu_helpers.find_tpu()[1]
-    assert tpu_helpers.find_tpu()[2] == "remove that, restart the kernel."
+    assert tpu_helpers.find_tpu()[2] == "remove that and restart."
 
 
 @pytest.mark.parametrize(("environment", "expected"), [({}, "0"), ({"TPU_LOAD_LIBRARY": "1"}, "1")])

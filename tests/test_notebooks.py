@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -131,12 +132,17 @@ def test_mnist_without_a_network_is_one_sentence_in_the_notebook(tmp_path, monke
 
 
 @pytest.mark.parametrize("tpu", ["grpc://127.0.0.1:9", "no-such-tpu", "local"])
-def test_a_tpu_that_is_not_there_does_not_hold_up_the_first_notebook(tpu, tmp_path):
+def test_a_tpu_that_is_not_there_does_not_hold_up_the_first_notebook(tpu, tmp_path, monkeypatch):
+    """A name is asked for at a metadata server that takes the call and says nothing."""
+    server = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.getsockname()[1]}")
+    monkeypatch.setenv("no_proxy", "*")
     helper = (ROOT / "tpu_helpers.py").read_text()
     (tmp_path / "tpu_helpers.py").write_text(helper.replace("PATIENCE = 30", "PATIENCE = 2"))
     result = papermill.execute_notebook(
         NOTEBOOKS[0], tmp_path / "result.ipynb", {"tpu": tpu}, cwd=tmp_path, kernel_name="python3", progress_bar=False
     )
+    server.close()
     assert "strategy: none" in printed(result)
     assert f"TPU '{tpu}' is not used: " in printed(result)
     assert "Training on 8 virtual replica(s) of this CPU instead." in printed(result)

@@ -5,7 +5,7 @@
     python tools/publish.py kaggle USER NOTEBOOK   # `make kaggle`: one of them with its metadata, ready to push
 
 It stands in a file because badges, links and fingerprints are written from one place, and taken out again. It needs
-nothing but Python, so that `make standalone` takes a second on any machine.
+nothing but Python, so that `make standalone` installs nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def code_cell(name: str, source: str, metadata: dict, count: int | None, said: s
 
 def write_links(repo: str, tag: str, raw: str = RAW) -> None:
     """Badges, and where each Setup cell finds its helper; none of them if `repo` is empty."""
-    helper, readme = (ROOT / "tpu_helpers.py").read_bytes(), (ROOT / "README.md").read_text()
+    helper = (ROOT / "tpu_helpers.py").read_bytes()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     if not re.search(f"{BEGIN}.*{END}", readme, re.DOTALL):
         refuse(f"README.md has no place for the links: put a line {BEGIN} and a line {END} there.")
     source, fingerprint = "", ""
@@ -99,7 +100,7 @@ def write_links(repo: str, tag: str, raw: str = RAW) -> None:
         save(path, content)
     block = "\n".join(["", "", "| open | in |", "| --- | --- |", *rows, "", ""]) if repo else "\n"
     readme = re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + block + END, readme, flags=re.DOTALL)
-    (ROOT / "README.md").write_text(readme)
+    (ROOT / "README.md").write_text(readme, encoding="utf-8")
 
 
 def published() -> str:
