@@ -2,7 +2,8 @@
 # make test   the whole suite                              make notebooks     regenerate the committed outputs
 # make test-hosts    in environments like Colab's, ...     make test-browser  in a real browser
 # make standalone    notebooks that carry their helper     make publish, make kaggle: see the README
-# All but the last line set up .venv first, once. TF=2.20 uses that TensorFlow (in .venv-2.20), KERAS=3 trains with Keras 3.
+# make notebooks RECORD=anew compiles all that the notebooks show as recorded, about an hour.
+# All but make standalone, make publish and make kaggle set up .venv first, once. TF=2.20 uses that TensorFlow (in .venv-2.20), KERAS=3 trains with Keras 3.
 
 VENV := .venv$(if $(TF),-$(TF))
 BIN := $(VENV)/bin
@@ -34,6 +35,7 @@ lab: setup
 	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks
 
 notebooks: setup
+	@$(if $(filter anew,$(RECORD)),rm -f recorded/predictions.json)
 	@$(BIN)/python tools/notebooks.py regenerate
 
 # These need Python alone, no set-up.
@@ -55,11 +57,12 @@ kaggle:
 
 setup: $(READY)
 
-$(READY): requirements.txt
+$(READY): requirements.txt requirements-compiler.txt
 	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 found: install one, or name it, as in make run PYTHON=/path/to/python3.12"; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version), a few minutes the first time ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --requirement requirements.txt $(if $(TF),"tensorflow==$(TF).*" "tf-keras==$(TF).*")
+	@$(BIN)/python -m pip install --quiet --requirement requirements.txt --requirement requirements-compiler.txt \
+		$(if $(TF),"tensorflow==$(TF).*" "tf-keras==$(TF).*")
 	@touch $@
 
 $(VENV)/ready-browser: $(READY) requirements-browser.txt

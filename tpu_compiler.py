@@ -94,10 +94,15 @@ def _amount(value: float, unit: str) -> str:
 
 
 def _gib(value: float) -> str:
-    return f"{value / GIB:.2f} GiB" if value >= 0.1 * GIB else f"{value / 2**20:.3g} MiB"
+    power = 3 if value >= 0.1 * GIB else 2 if value >= 2**17 else 1
+    return f"{value / 1024**power:.3g} {' KMG'[power]}iB"
 
 
-@dataclasses.dataclass(frozen=True)
+def _rate(value: float) -> str:
+    return f"{float(f'{value:.3g}'):,.0f}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """What the TPU compiler makes of one training step. Figures are *predicted*, bytes and FLOPs per replica and step.
 
@@ -175,8 +180,8 @@ class Report:
     def bounds(self) -> dict[str, float]:
         """Seconds that a step takes at least, for four reasons; the largest is the prediction.
 
-        compute: FLOPs at the chip's peak. memory: HBM bytes at its bandwidth. cost model: the compiler's own estimate,
-        which goes through the program instruction by instruction, but counts accesses to VMEM like those to HBM: of it,
+        compute: FLOPs at the chip's peak. memory: HBM bytes at its bandwidth. cost model: the compiler's own estimate
+        goes through the program instruction by instruction, but counts accesses to VMEM like those to HBM: of it,
         the share of HBM. interconnect: each chip sends 2 (n - 1) / n of the all-reduced bytes (ring; Patarasuk and Yuan
         2009, doi 10.1016/j.jpdc.2008.09.002), here as if all links worked and nothing waited.
         """
@@ -184,14 +189,14 @@ class Report:
         return {
             "compute": self.flops * chip.replicas / (1e12 * chip.tflops),
             "memory": self.hbm_bytes * chip.replicas / (1e9 * chip.hbm_gb_per_s),
-            "cost model": self.estimate * min(1.0, self.hbm_bytes / (self.accessed_bytes or 1)),
+            "cost model's HBM share": self.estimate * min(1.0, self.hbm_bytes / (self.accessed_bytes or 1)),
             "interconnect": 2 * (chips - 1) / chips * self.all_reduce_bytes / (1e9 * chip.ici_gb_per_s),
         }
 
     @property
     def bound_by(self) -> str:
         """ "compute", "memory" or "interconnect", by the roofline."""
-        roofline = {name: value for name, value in self.bounds.items() if name != "cost model"}
+        roofline = {name: value for name, value in self.bounds.items() if name != "cost model's HBM share"}
         return max(roofline, key=roofline.get)
 
     @property
@@ -200,13 +205,22 @@ class Report:
         return max(self.bounds.values())
 
     @property
+    def cost_seconds(self) -> float:
+        """A step by the compiler's cost model as it stands: as if VMEM were as slow as HBM. To compare one step with
+        another; where the estimate cannot be believed, the roofline of all bytes that it counts."""
+        chip = self.generation
+        memory = self.accessed_bytes * chip.replicas / (1e9 * chip.hbm_gb_per_s)
+        return max(self.estimate or memory, self.step_seconds)
+
+    @property
     def examples_per_second(self) -> float:
         """Of the whole slice, at most; if the input pipeline gives as many."""
         return self.global_batch_size / self.step_seconds if self.fits else 0.0
 
     @property
-    def examples_per_second_per_chip(self) -> float:
-        return self.examples_per_second / self.chips
+    def cost_examples_per_second(self) -> float:
+        """Of the whole slice, by the cost model (`cost_seconds`)."""
+        return self.global_batch_size / self.cost_seconds if self.fits else 0.0
 
     @property
     def padding_share(self) -> float:
@@ -233,13 +247,14 @@ class Report:
         parts = f"arguments {arguments}, temporaries {temporaries}, {others}"
         seconds = {name: _amount(value, "s") for name, value in self.bounds.items()}
         if not self.estimate:
-            seconds["cost model"] = "not believed"
+            seconds.pop("cost model's HBM share")
         if self.chips == 1:
             seconds.pop("interconnect")
         limits = ", ".join(f"{name} {value}" for name, value in seconds.items())
-        roofline = sorted((value, name) for name, value in self.bounds.items() if name != "cost model")
+        roofline = sorted((value, name) for name, value in self.bounds.items() if name != "cost model's HBM share")
         times = roofline[-1][0] / roofline[-2][0] if roofline[-2][0] else math.inf
         by = f"{self.bound_by} bound, {times:.2g} times the {roofline[-2][1]} limit" if times < 1e4 else self.bound_by
+        most, by_cost = self.examples_per_second, self.cost_examples_per_second
         arrays = sum(count for _, count in self.all_reduces)
         reduces = f"{_amount(self.all_reduce_bytes, 'B')}, {arrays} array(s) in {len(self.all_reduces)} operation(s)"
         worst = [f"{name} {1 - size / padded:.0%}" for name, size, padded in self.padding[:3]]
@@ -248,10 +263,12 @@ class Report:
             "FLOPs": f"{_amount(self.flops, 'FLOP')} per replica and step",
             "HBM traffic": f"{_amount(self.hbm_bytes, 'B')} per replica and step",
             "intensity": f"{self.intensity:.3g} FLOP/byte; from {self.ridge:.3g} on, arithmetic is the limit",
-            "step": f"{_amount(self.step_seconds, 's')} at least, predicted: {limits}",
+            "step": f"at least {_amount(self.step_seconds, 's')} ({limits}); by the cost model "
+            f"{_amount(self.cost_seconds, 's')}",
             "roofline": by,
-            "examples/s": f"{self.examples_per_second_per_chip:,.0f} per chip, {self.examples_per_second:,.0f} for the "
-            "slice at most, predicted; interconnect counted as overlapped, input pipeline left out",
+            "examples/s": f"at most {_rate(most)} for the slice, {_rate(most / self.chips)} per chip; by cost model "
+            f"{_rate(by_cost)} and {_rate(by_cost / self.chips)} (predicted; "
+            "interconnect counted as overlapped, input pipeline left out)",
             "all-reduce": reduces if self.replicas > 1 else "none, there is one replica",
             "padding": f"{self.padding_share:.0%} of what is written fills tiles"
             + "".join(f"; {row}" for row in worst),
@@ -265,6 +282,8 @@ class Report:
     def __str__(self) -> str:
         rows = "\n".join(f"  {name:12} {text}" for name, text in self.rows().items())
         return f"{self.title()}\n  {self.origin()}\n{rows}"
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         cell = "<tr><th style='text-align:left'>{}</th><td style='text-align:left'>{}</td></tr>"
@@ -518,8 +537,8 @@ def _layer_in(path: str, layers) -> str:
     return ""
 
 
-def _lower(model, specs, strategy) -> bytes:
-    """HLO of one replica's `train_step`, serialised; nothing is computed, and the model's weights stay as they are."""
+def _lower(model, specs, strategy) -> tuple[bytes, str]:
+    """HLO of one replica's `train_step`, serialised and as text; nothing is computed, the weights stay as they are."""
     import tensorflow as tf
 
     @tf.function(jit_compile=True, autograph=False)
@@ -534,7 +553,7 @@ def _lower(model, specs, strategy) -> bytes:
         warnings.simplefilter("ignore")
         try:
             lowered = step.experimental_get_compiler_ir(*tf.nest.flatten(specs))
-            return lowered(stage="hlo_serialized", device_name="/device:CPU:0")
+            return tuple(lowered(stage=s, device_name="/device:CPU:0") for s in ("hlo_serialized", "hlo"))
         except Exception as error:  # a model's own code runs here, and may raise anything
             if "registered transfer manager" in str(error):
                 raise Refused(_cannot_lower()) from None
@@ -587,8 +606,9 @@ def _store(path: Path, content: dict | list) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            json.dump(content, file, indent=1, ensure_ascii=False)
-            file.write("\n")
+            lines = [json.dumps(each, ensure_ascii=False) for each in content] if isinstance(content, list) else []
+            file.write("[\n" + ",\n".join(lines) + "\n]\n" if lines else json.dumps(content) + "\n")
+        os.chmod(file.name, 0o644)
         os.replace(file.name, path)
     except OSError as error:
         print(f"Not kept for the next time: {error}. Another folder: TPU_COMPILER_CACHE=/path/to/it")
@@ -601,15 +621,17 @@ def _load(path: Path):
         return None
 
 
-def _ask(hlo: bytes, topology: str, layers: list[str], time_limit: float, cache: bool) -> dict:
+def _ask(hlo: bytes, text: str, topology: str, layers: list[str], time_limit: float, cache: bool) -> dict:
     """The compiler's answer, from a process of its own or from the cache."""
     told = {"topology": topology, "layers": layers}
-    program = re.sub(rb"a_inference_\w+?__\.\d+", b"", hlo)  # TensorFlow numbers its functions
-    parts = [program, json.dumps(told).encode(), versions().encode(), Path(__file__).read_bytes()]
+    numbered = r"a_inference_\w+?__\.\d+|, metadata=\{[^}]*\}"  # functions and layers, anew each time
+    program = re.sub(numbered, "", text)
+    reading = Path(__file__).read_bytes().partition(b"# --- the compiler's")[2].partition(b"# --- many reports")[0]
+    parts = [program.encode(), topology.encode(), versions().encode(), reading]
     key = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
     kept = _cache_folder() / f"{key}.json"
-    if cache and (answer := _load(kept)):
-        return answer
+    if cache and (answer := _load(kept)) and len(answer["layers"]) == len(layers):
+        return _renamed(answer, layers)
     quiet = {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -640,10 +662,18 @@ def _ask(hlo: bytes, topology: str, layers: list[str], time_limit: float, cache:
         raise Refused(
             f"the compiler's process ended with {how} ({last[0][:300]}): tested are {TESTED}, here is {versions()}."
         )
-    answer["compile_seconds"] = round(time.perf_counter() - began, 2)
+    answer |= {"compile_seconds": round(time.perf_counter() - began, 2), "layers": layers}
     if cache:
         _store(kept, answer)
-    return answer
+    return _renamed(answer, layers)
+
+
+def _renamed(answer: dict, layers: list[str]) -> dict:
+    """An answer about the same model built earlier, with the names that its layers have now."""
+    new = dict(zip(answer.pop("layers"), layers, strict=True))
+    padding = [(new.get(name, name), *numbers) for name, *numbers in answer.get("padding", [])]
+    renamed = [(size, re.sub(r"\w+", lambda n: new.get(n[0], n[0]), t)) for size, t in answer.get("instructions", [])]
+    return answer | {"padding": padding, "instructions": renamed}
 
 
 def _check_request(tpu, batch, policy) -> None:
@@ -658,27 +688,26 @@ def _count(model) -> int:
     return sum(math.prod(weight.shape) for weight in model.weights)
 
 
-def _from_records(model, name, tpu, batch, policy, why) -> Report:
-    """The report that was recorded under this name, and the sentence that says so."""
+def _from_records(model, name, tpu, batch, policy) -> Report | None:
+    """The report that was recorded under this name, if there is one."""
     records = next((content for path in RECORDED if (content := _load(path))), [])
     wanted = {"name": name, "tpu": tpu, "per_replica_batch_size": batch, "policy": policy or "float32"}
-    found = [record for record in records if all(record[field] == value for field, value in wanted.items())]
-    if not found:
-        raise Refused(f"the TPU compiler cannot be asked here, and there is no recorded report of {wanted}: {why}")
-    if model is not None and _is_model(model) and _count(model) != found[0]["parameters"]:
-        of = f"a model of {found[0]['parameters']:,} parameters, yours has {_count(model):,}"
-        raise Refused(f"the TPU compiler cannot be asked here, and the recorded report of {name!r} is of {of}: {why}")
-    return Report.from_json(found[0])
+    found = next((record for record in records if all(record[field] == wanted[field] for field in wanted)), None)
+    if found and _is_model(model) and _count(model) != found["parameters"]:
+        of = f"a model of {found['parameters']:,} parameters, and this one has {_count(model):,}"
+        raise Refused(f"the recorded report of {name!r} is of {of}: pass another name=.")
+    return found and Report.from_json(found)
 
 
 def _record(report: Report) -> None:
     """Into the file that `make notebooks` names, for machines where the compiler cannot be asked."""
-    path = os.environ.get("TPU_COMPILER_RECORD")
-    if path:
+    if path := os.environ.get("TPU_COMPILER_RECORD"):
         fields = ("name", "tpu", "per_replica_batch_size", "policy")
         new = dataclasses.replace(report, recorded=datetime.date.today().isoformat(), compile_seconds=0.0).to_json()
-        others = [old for old in _load(Path(path)) or [] if any(old[field] != new[field] for field in fields)]
-        _store(Path(path), sorted([*others, new], key=lambda record: [record[field] for field in fields]))
+        new, records = json.loads(json.dumps(new)), _load(Path(path)) or []
+        if not any(old | {"recorded": new["recorded"]} == new for old in records):
+            others = [old for old in records if any(old[field] != new[field] for field in fields)]
+            _store(Path(path), sorted([*others, new], key=lambda record: [record[field] for field in fields]))
 
 
 def compile_for_tpu(
@@ -691,6 +720,7 @@ def compile_for_tpu(
     name: str | None = None,
     time_limit: float = 600,
     cache: bool = True,
+    recorded: bool = False,
 ) -> Report:
     """What the TPU compiler makes of the training step that TPUStrategy would run: does it fit, what bounds it?
 
@@ -698,16 +728,18 @@ def compile_for_tpu(
     better the function that builds and compiles one. `tpu`: one of `TOPOLOGIES`. `policy`: "float32", "mixed_bfloat16",
     or None for the model's own. `data`: a dataset or a batch (inputs, labels), where the model does not state their
     shapes. `name`: under which the report is recorded, and looked up where the compiler cannot be asked. `time_limit`
-    in seconds; `cache=False` compiles anew. A step that is too large gives a report with `fits=False`. Raises
-    `Unsupported` for what a TPU cannot do, `Refused` for bad input and for a missing compiler.
+    in seconds; `cache=False` compiles anew, `recorded=True` takes a recorded report, if there is one. A step that is
+    too large gives a report with `fits=False`. Raises `Unsupported` for what a TPU cannot do, `Refused` for bad input
+    and for a missing compiler.
     """
     _check_request(tpu, per_replica_batch_size, policy)
     tpu = tpu.replace("v5litepod", "v5e")
     if not _is_model(model) and not callable(model):
         raise Refused(f"model={model!r} is neither a compiled Keras model nor a function that builds one.")
-    name = name or getattr(model, "name", None) or getattr(model, "__name__", "model")
-    if why := missing():
-        return _from_records(model, name, tpu, per_replica_batch_size, policy, why)
+    named, name = name, name or getattr(model, "name", None) or getattr(model, "__name__", "model")
+    why = missing()
+    if (recorded or why) and (found := _from_records(model, name, tpu, per_replica_batch_size, policy)):
+        return found
     kind, _, shape = TOPOLOGIES[tpu].partition(":")
     replicas = math.prod(map(int, shape.split("x"))) * GENERATIONS[kind].replicas
     with quietly():
@@ -720,9 +752,12 @@ def compile_for_tpu(
         )
     strategy = _slice_strategy(replicas)
     model, policy = _build(model, strategy, policy)
-    hlo = _lower(model, _specs(model, data, per_replica_batch_size), strategy)
-    layers = [layer.name for layer in _all_layers(model)]
-    answer = _ask(hlo, TOPOLOGIES[tpu], layers, time_limit, cache)
+    hlo, text = _lower(model, _specs(model, data, per_replica_batch_size), strategy)  # says what a TPU cannot do
+    if why:
+        what = f"{name!r} on {tpu} with per-replica batch {per_replica_batch_size}, {policy}"
+        raise Refused(f"the TPU compiler cannot be asked here, and nothing is recorded of {what}: {why}")
+    layers = [model.name, *(layer.name for layer in _all_layers(model) if type(layer).__name__ != "InputLayer")]
+    answer = _ask(hlo, text, TOPOLOGIES[tpu], layers, time_limit, cache)
     if refused := answer.pop("refused", ""):
         raise Refused(f"{refused}: tested are {TESTED}, here is {versions()}.")
     if (words := answer.get("words", "")) and answer.pop("fatal", False):
@@ -739,7 +774,8 @@ def compile_for_tpu(
         words = f"arguments and temporaries together ({_gib(report.hbm_needed)}) exceed the HBM"
         report = dataclasses.replace(report, fits=False, words=words)
     report = dataclasses.replace(report, estimate=_believed(report), hlo=hlo)
-    _record(report)
+    if named:
+        _record(report)
     return report
 
 
@@ -750,6 +786,12 @@ def _believed(report: Report) -> float:
     compute = report.flops * chip.replicas / (1e12 * chip.tflops)
     memory = report.accessed_bytes * chip.replicas / (1e9 * chip.hbm_gb_per_s)
     return report.estimate if 0.5 * max(compute, memory) <= report.estimate <= 2 * (compute + memory) else 0.0
+
+
+def measured() -> list[dict]:
+    """What came back from TPUs: the files that benchmarks/on_a_tpu.py wrote, from recorded/measured."""
+    files = sorted((RECORDED[0].parent / "measured").glob("*.json"))
+    return [content for file in files if (content := _load(file)) and content.get("on_a_tpu")]
 
 
 # --- the compiler's process: the only place with private names of jax and jaxlib
@@ -790,12 +832,12 @@ def _worker(folder: Path) -> dict:
         except Exception as error:  # noqa: BLE001 - XlaRuntimeError, whose place has moved
             said = str(error).strip()
             too_large = "RESOURCE_EXHAUSTED" in said or "Ran out of memory" in said
-            words = re.sub(r"\s+", " ", said.partition("\n\n")[0])[:600]
+            words = re.sub(r"\s+", " ", re.split(r"\n\n| HLO module:", said)[0])[:600]
             return {"fits": False, "words": words} if too_large else {"words": said[:4000], "fatal": True}
     costs, memory = program.cost_analysis(), program.get_compiled_memory_stats()
     costs = costs[0] if isinstance(costs, list) else costs
     text = program.hlo_modules()[0].to_string()
-    found = analyse(text, told["layers"])
+    found = analyse(text, told["layers"][1:])
     unknown = text.count("custom_call_target=")  # each is booked as -1 s
     return {
         "flops": costs.get("flops", 0.0) + found.pop("loop_flops"),
@@ -833,7 +875,7 @@ def sizes(array: str) -> tuple[int, int, bool]:
     """(bytes, padded bytes, in HBM?) of arrays such as "bf16[128,100]{1,0:T(8,128)(2,1)S(1)}", of a tuple together.
 
     A TPU stores arrays in tiles; T(8,128) means that the last dimension (the first one named in the braces) is filled
-    to a multiple of 128, the one before to a multiple of 8. S(1) is VMEM, inside the chip (openxla.org/xla/tiled_layout).
+    to a multiple of 128, the one before to a multiple of 8 (openxla.org/xla/tiled_layout). S(1) is VMEM, in the chip.
     """
     exact = padded = 0
     in_hbm = True
@@ -986,39 +1028,46 @@ class Sweep(list):
 
     @property
     def recommendation(self) -> str:
-        """For each TPU, the smallest per-replica batch within 5 % of the most examples/s, and what bounds it."""
+        """For each TPU, the smallest per-replica batch within 5 % of the most examples/s by the cost model; why."""
         lines = []
         for tpu in dict.fromkeys(report.tpu for report in self):
             fitting = [report for report in self if report.tpu == tpu and report.fits]
             if not fitting:
                 lines.append(f"{tpu}: nothing fits; try smaller batches.")
                 continue
-            most = max(report.examples_per_second for report in fitting)
-            near = [report for report in fitting if report.examples_per_second >= 0.95 * most]
-            best = min(near, key=lambda report: (report.per_replica_batch_size, -report.examples_per_second))
-            what = f"per-replica batch {best.per_replica_batch_size:,}, {best.policy}"
+            most = max(report.cost_examples_per_second for report in fitting)
+            near = [report for report in fitting if report.cost_examples_per_second >= 0.95 * most]
+            best = min(near, key=lambda report: (report.per_replica_batch_size, -report.cost_examples_per_second))
+            batch, share = best.per_replica_batch_size, best.hbm_needed / best.hbm_there
+            rates = f"{_rate(best.cost_examples_per_second)} of {_rate(most)}"
             lines.append(
-                f"{tpu}: {what}. It is the smallest within 5 % of the most examples/s "
-                f"({best.examples_per_second:,.0f} of {most:,.0f}, predicted), {best.bound_by} bound, "
-                f"and needs {best.hbm_needed / best.hbm_there:.0%} of the HBM."
+                f"{tpu}: per-replica batch {batch:,}, {best.policy}: the smallest within 5 % of the most examples/s "
+                f"(predicted, by the cost model: {rates}); {best.bound_by} bound, {share:.0%} of the HBM."
             )
         return "\n".join(lines)
 
     def table(self) -> list[list[str]]:
         """Header and rows."""
-        lines = [["tpu", "policy", "per replica", "global", "HBM", "step", "examples/s, all", "per chip", "bound by"]]
+        lines = [
+            ["tpu", "policy", "per replica", "global", "HBM", "step ≥", "examples/s ≤", "by cost model", "bound by"]
+        ]
         for report in self:
             start = [report.tpu, report.policy, f"{report.per_replica_batch_size:,}", f"{report.global_batch_size:,}"]
             share = f"{report.hbm_needed / report.hbm_there:.0%}"
             if report.fits:
-                rates = [f"{report.examples_per_second:,.0f}", f"{report.examples_per_second_per_chip:,.0f}"]
+                rates = [_rate(report.examples_per_second), _rate(report.cost_examples_per_second)]
                 lines.append([*start, share, _amount(report.step_seconds, "s"), *rates, report.bound_by])
             else:
                 lines.append([*start, share, "does not fit", "", "", ""])
         return lines
 
     def origin(self) -> str:
-        return "; ".join(dict.fromkeys(report.origin() for report in self))
+        compilers = dict.fromkeys(report.compiler for report in self)
+        days = sorted({report.recorded for report in self} - {""})
+        when = (
+            f", {sum(bool(report.recorded) for report in self)} of {len(self)} recorded on {days[-1]}" if days else ""
+        )
+        return f"predicted by the TPU compiler ({'; '.join(compilers)}{when}), not measured"
 
     def __str__(self) -> str:
         lines = self.table()
@@ -1059,7 +1108,7 @@ def sweep(
         for policy in policies:
             for size in sizes_:
                 _check_request(tpu, size, policy)
-    from tqdm.auto import tqdm  # papermill brings it
+    from tqdm import tqdm  # papermill brings it
 
     reports = Sweep()
     with tqdm(
@@ -1083,26 +1132,27 @@ def sweep(
 def largest_batch(model, tpu: str, policy: str | None, reports=(), *, share: float = 0.1, **options) -> list[Report]:
     """Two reports: of the largest per-replica batch found that fits, and of one at most a tenth larger, that does not.
 
-    Both answers are the compiler's own. `reports` are those already there. The next batch to ask about follows from how
-    the need for HBM grows, halving or doubling where that leads nowhere; all are multiples of 8.
+    Both answers are the compiler's own. `reports` are those already there. Where to ask next follows from the HBM
+    needed on both sides, and leaves out at least a quarter of what is in between; all batches are multiples of 8.
     """
     asked = {report.per_replica_batch_size: report for report in reports}
-    if not asked:
-        asked[128] = compile_for_tpu(model, tpu, 128, policy, **options)
+    size = 128
     while True:
-        fitting, failing = ([size for size, report in asked.items() if report.fits is fits] for fits in (True, False))
-        low, high = max(fitting, default=0), min(failing, default=math.inf)
-        if high <= low * (1 + share) + 8 or low >= 2**22 or high <= 8:
+        if size not in asked:
+            asked[size] = compile_for_tpu(model, tpu, size, policy, **options)
+        low = max((n for n in asked if asked[n].fits), default=0)
+        high = min((n for n in asked if not asked[n].fits), default=0)
+        if (high and high <= low * (1 + share) + 8) or low >= 2**22:
             break
-        needs = asked[low].hbm_needed / asked[low].hbm_there if low else 1
-        guess = low / needs * (0.97 if math.isinf(high) or low * 1.5 < high else 1.0) if low else high / 4
-        least, most = low * (1 + share / 2) + 1, (high - 1) / (1 + share / 2) if math.isfinite(high) else low * 8
-        size = int(min(max(guess, least), most)) // 8 * 8
-        if size <= low or size >= high or size in asked:
-            size = int((low + min(high, 4 * low)) / 2) // 8 * 8 or 1
-        if size in asked:
-            break
-        asked[size] = compile_for_tpu(model, tpu, size, policy, **options)
+        there = (asked[low] if low else asked[high]).hbm_there
+        need = asked[low].hbm_needed if low else 0
+        if not high:
+            size = int(min(8 * low, max(2 * low, 1.1 * low * there / need)))
+        else:
+            slope = (asked[high].hbm_needed - need) / (high - low)
+            guess = low + (there - need) / slope if slope > 0 else 0
+            size = int(min(max(guess, low + (high - low) / 4), high - (high - low) / 4))
+        size = max(low + 8, size // 8 * 8)
     known = {report.per_replica_batch_size for report in reports}
     return [asked[size] for size in (low, high) if size in asked and size not in known]
 
@@ -1171,7 +1221,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if isinstance(refused, Unsupported) else 2
     if given.json:
         derived = ("chips", "global_batch_size", "hbm_needed", "hbm_there", "intensity", "bounds", "bound_by")
-        derived += ("step_seconds", "examples_per_second", "examples_per_second_per_chip", "padding_share")
+        derived += ("step_seconds", "cost_seconds", "examples_per_second", "cost_examples_per_second", "padding_share")
         made = [report.to_json() | {name: getattr(report, name) for name in derived} for report in reports]
         print(json.dumps(made, indent=1, default=list))
     else:

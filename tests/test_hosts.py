@@ -35,6 +35,14 @@ HOLDS = {  # facts about the hosts: Colab's and Kaggle's own lists of packages, 
     "colab": ["keras==3.13.2", "jax==0.7.2", "libtpu==0.0.21.1", "protobuf==7.35.1"],
     "kaggle": ["tensorflow-cpu==2.20.0", "keras>=3,<4", "libtpu==0.0.17"],
     "unpinned": ["tensorflow-tpu==2.20.0"],
+    "compiler": [
+        "tensorflow==2.20.*",
+        "tf-keras==2.20.*",
+        "jax==0.7.2",
+        "jaxlib==0.7.2",
+        "libtpu==0.0.21.1",
+        "pytest>=8",
+    ],
     "tensorflow-2.20": ["tensorflow==2.20.*", "tf-keras==2.20.*"],
     "tensorflow-2.21": ["tensorflow==2.21.*", "tf-keras==2.21.*"],
 }
@@ -293,6 +301,33 @@ def test_plain_tensorflow(version, keras, name, tmp_path):
     assert f"TensorFlow {version}." in seen
     assert f"tf.keras is {keras}\n" in seen
     assert "No TPU: no chip at /dev/accel0 or /dev/vfio/0" in seen
+
+
+# --- the TPU compiler
+
+
+def test_the_compiler_of_colab():
+    """Colab's jax and libtpu, which are older than those of requirements-compiler.txt: all compiler tests."""
+    result = call(host("compiler"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_compiler.py")
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "skipped" not in result.stdout.splitlines()[-1]
+
+
+def test_a_tensorflow_for_tpus_says_where_to_ask_instead():
+    """It cannot lower a step for a CPU, where every question begins."""
+    code = """
+import tpu_compiler
+from tpu_helpers import Refused
+try:
+    tpu_compiler.compile_for_tpu(lambda: None, "v5e-8", 8)
+except Refused as refused:
+    print(refused)
+print(tpu_compiler.compile_for_tpu(None.__class__, "v5e-8", 64, name="the kit's CNN").recorded)
+"""
+    said = python(after_install("colab", install_section), code).splitlines()
+    assert "tensorflow-tpu 2.20.0 cannot lower a step for a CPU" in said[0]
+    assert "python3 -m venv apart" in said[0]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", said[1])
 
 
 # --- Binder

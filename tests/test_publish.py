@@ -13,15 +13,22 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import nbformat
 import papermill
 import pytest
 from conftest import NOTEBOOKS, ROOT
-from test_notebooks import NAMES, SMALL, printed
+from test_notebooks import NAMES, SMALL, TRAINING, printed
 
-FEW = {name: SMALL[name] | {"virtual_replicas": 1} for name in NAMES}
+FEW = {name: SMALL[name] | ({"virtual_replicas": 1} if name in TRAINING else {}) for name in NAMES}
 REPO = "ada/tpu-kit"
+FILES = ("tpu_helpers.py", "tpu_compiler.py", "recorded/predictions.json")
+ASKING = [name for name in NAMES if name[:2] in ("05", "06", "07")]  # which need all three
+
+
+def needed(name):
+    return FILES if name in ASKING else FILES[:1]
 
 
 @pytest.fixture
@@ -32,8 +39,9 @@ def kit(tmp_path):
         shutil.copytree(
             ROOT / folder, copy / folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__")
         )
-    for file in ("README.md", "tpu_helpers.py"):
-        shutil.copy(ROOT / file, copy)
+    for file in ("README.md", *FILES):
+        (copy / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, copy / file)
     return copy
 
 
@@ -80,9 +88,7 @@ def test_a_fresh_clone_is_either_published_throughout_or_links_to_nobody(kit):
     assert len(found) == 1
     before = contents(kit)
     (source,) = found
-    repo, _, tag = (
-        source.removeprefix("https://raw.githubusercontent.com/").removesuffix("/tpu_helpers.py").rpartition("/")
-    )
+    repo, _, tag = source.removeprefix("https://raw.githubusercontent.com/").rpartition("/")
     publish(kit, "links", repo, tag)
     without = [
         {path: re.sub(rb"\b[0-9a-f]{64}\b", b"", content) for path, content in each.items()}
@@ -105,12 +111,12 @@ def test_badges_lead_to_the_repository_at_its_tag(kit):
         assert (kit / "README.md").read_text().count(f"blob/v1.0.0/notebooks/{path.name}") == 2
 
 
-def test_the_stamp_is_the_helpers_own_fingerprint(kit):
+def test_the_stamps_are_the_files_own_fingerprints(kit):
     publish(kit, "links", REPO, "v1.0.0")
-    fingerprint = hashlib.sha256((kit / "tpu_helpers.py").read_bytes()).hexdigest()
     for path in (kit / "notebooks").glob("*.ipynb"):
-        assert f'SHA256 = "{fingerprint}"' in setup(path)
-        assert f'SOURCE = "https://raw.githubusercontent.com/{REPO}/v1.0.0/tpu_helpers.py"' in setup(path)
+        stamps = dict(re.findall(r'^    "(.+)": "(.*)",$', setup(path), re.MULTILINE))
+        assert stamps == {file: hashlib.sha256((kit / file).read_bytes()).hexdigest() for file in needed(path.stem)}
+        assert f'SOURCE = "https://raw.githubusercontent.com/{REPO}/v1.0.0"' in setup(path)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +191,9 @@ def stamped(kit, tmp_path):
     """Notebooks that fetch their helper from this machine, and the folder that is served."""
     folder = tmp_path / "served" / REPO / "v1.0.0"
     folder.mkdir(parents=True)
-    shutil.copy(ROOT / "tpu_helpers.py", folder)
+    for file in FILES:
+        (folder / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, folder / file)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "served")
     handler.func.log_message = lambda *_: None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -218,7 +226,8 @@ def refusal(notebook, tmp_path):
 def test_a_stamped_notebook_runs_alone(name, stamped, tmp_path):
     notebooks, _ = stamped
     empty, _ = alone(notebooks / f"{name}.ipynb", tmp_path, **FEW[name])
-    assert (empty / "tpu_helpers.py").read_bytes() == (ROOT / "tpu_helpers.py").read_bytes()
+    for file in map(Path, needed(name)):
+        assert (empty / file.name).read_bytes() == (ROOT / file).read_bytes()
 
 
 def test_a_tampered_helper_is_refused_and_not_run(stamped, tmp_path):
@@ -273,7 +282,9 @@ def standalone(tmp_path_factory):
     copy = tmp_path_factory.mktemp("standalone")
     for folder in ("notebooks", "tools"):
         shutil.copytree(ROOT / folder, copy / folder)
-    shutil.copy(ROOT / "tpu_helpers.py", copy)
+    for file in FILES:
+        (copy / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, copy / file)
     result = publish(copy, "standalone")
     assert result.returncode == 0, result.stderr
     return copy / "build" / "standalone"
@@ -296,7 +307,8 @@ def test_a_standalone_notebook_runs_alone_without_a_network(name, standalone, tm
         offline(command), cwd=tmp_path, env=os.environ | dead, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert (tmp_path / "tpu_helpers.py").read_bytes() == (ROOT / "tpu_helpers.py").read_bytes()
+    for file in map(Path, needed(name)):
+        assert (tmp_path / file.name).read_bytes() == (ROOT / file).read_bytes()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -305,9 +317,10 @@ def test_a_standalone_notebook_is_tidy(name, standalone):
     nbformat.validate(content)
     code = [cell for cell in content.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    assert code[0].source.startswith("%%writefile tpu_helpers.py\n")
-    assert code[0].metadata["jupyter"] == {"source_hidden": True}
-    assert "setup" in code[1].metadata.tags
+    for file, cell in zip(needed(name), code, strict=False):
+        assert cell.source.startswith(f"%%writefile {Path(file).name}\n")
+        assert cell.metadata["jupyter"] == {"source_hidden": True}
+    assert "setup" in code[len(needed(name))].metadata.tags
     prose = "\n".join(cell.source for cell in content.cells if cell.cell_type == "markdown")
     assert not re.findall(r"\]\((?!https?:)[^)]*\)", prose), "a link to a file that is not there"
 

@@ -19,7 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-MODULES = ("tpu_helpers", "tpu_compiler")  # that a notebook may import; the second is optional
+MODULES = {  # that a notebook may import, and the files that each needs
+    "tpu_helpers": ["tpu_helpers.py"],
+    "tpu_compiler": ["tpu_compiler.py", "recorded/predictions.json"],
+}
 RAW = "https://raw.githubusercontent.com"
 BADGES = {  # image and link
     "Colab": (
@@ -69,6 +72,14 @@ def is_setup(cell: dict) -> bool:
     return "setup" in cell["metadata"].get("tags", [])
 
 
+def files_of(content: dict) -> list[str]:
+    """The kit's files that a notebook needs."""
+    code = "\n".join(cell["source"] for cell in content["cells"] if cell["cell_type"] == "code")
+    return [
+        file for name, files in MODULES.items() if re.search(rf"(?m)^(from|import) {name}\b", code) for file in files
+    ]
+
+
 def code_cell(name: str, source: str, metadata: dict, count: int | None, said: str) -> dict:
     """A cell to put in front, with what it prints."""
     outputs = [{"output_type": "stream", "name": "stdout", "text": [said]}] if said else []
@@ -77,14 +88,11 @@ def code_cell(name: str, source: str, metadata: dict, count: int | None, said: s
 
 
 def write_links(repo: str, tag: str, raw: str = RAW) -> None:
-    """Badges, and where each Setup cell finds its helper; none of them if `repo` is empty."""
-    helper = (ROOT / "tpu_helpers.py").read_bytes()
+    """Badges, and where each Setup cell finds the files it needs; none of them if `repo` is empty."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     if not re.search(f"{BEGIN}.*{END}", readme, re.DOTALL):
         refuse(f"README.md has no place for the links: put a line {BEGIN} and a line {END} there.")
-    source, fingerprint = "", ""
-    if repo:
-        source, fingerprint = f"{raw}/{repo}/{tag}/tpu_helpers.py", hashlib.sha256(helper).hexdigest()
+    source = f"{raw}/{repo}/{tag}" if repo else ""
     rows = []
     for path in NOTEBOOKS:
         content = load(path)
@@ -95,8 +103,10 @@ def write_links(repo: str, tag: str, raw: str = RAW) -> None:
             title["source"] = re.sub(r"^(# .*)", lambda match, line=line: f"{match[1]}\n\n{line}", title["source"])
             rows.append(f"| {path.stem} | {line} |")
         setup = next(filter(is_setup, content["cells"]))
-        for name, value in (("SOURCE", source), ("SHA256", fingerprint)):
-            setup["source"] = re.sub(rf'(?m)^{name} = "[^"]*"', f'{name} = "{value}"', setup["source"])
+        prints = {file: hashlib.sha256((ROOT / file).read_bytes()).hexdigest() for file in files_of(content) if repo}
+        lines = "".join(f'    "{file}": "{prints.get(file, "")}",\n' for file in files_of(content))
+        for old, new in ((r"FILES = \{.*?^\}", f"FILES = {{\n{lines}}}"), ('SOURCE = "[^"]*"', f'SOURCE = "{source}"')):
+            setup["source"] = re.sub(f"(?ms)^{old}", lambda _, new=new: new, setup["source"])
         save(path, content)
     block = "\n".join(["", "", "| open | in |", "| --- | --- |", *rows, "", ""]) if repo else "\n"
     readme = re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + block + END, readme, flags=re.DOTALL)
@@ -106,26 +116,25 @@ def write_links(repo: str, tag: str, raw: str = RAW) -> None:
 def published() -> str:
     """The repository at its tag that the notebooks were stamped with, as a GitHub address; "" if with none."""
     setup = next(filter(is_setup, load(NOTEBOOKS[0])["cells"]))
-    found = re.search(r'SOURCE = "https?://[^/]+/([\w.-]+/[\w.-]+)/([^"]+)/tpu_helpers.py"', setup["source"])
+    found = re.search(r'SOURCE = "https?://[^/]+/([\w.-]+/[\w.-]+)/([^"]+)"', setup["source"])
     return f"https://github.com/{found[1]}/blob/{found[2]}" if found else ""
 
 
 def standalone(path: Path) -> dict:
-    """The notebook with the modules it imports in front of its Setup, and no link to a file that is not there."""
+    """The notebook with the files it needs in front of its Setup, and no link to a file that is not there."""
     content = load(path)
     cells = content["cells"]
-    code = "\n".join(cell["source"] for cell in cells if cell["cell_type"] == "code")
-    modules = [name for name in MODULES if re.search(rf"(?m)^(from|import) {name}\b", code)]
+    files = [Path(file) for file in files_of(content)]
     there = published() and rf"[\1]({published()}/notebooks/\2)"
     for cell in cells:
         if cell["cell_type"] == "markdown":
             cell["source"] = re.sub(r"\[([^]]+)\]\((?!https?:)([^)#]+)[^)]*\)", there or r"\1", cell["source"])
         elif cell["execution_count"]:
-            cell["execution_count"] += len(modules)
+            cell["execution_count"] += len(files)
     place = next(number for number, cell in enumerate(cells) if is_setup(cell))
-    for number, name in enumerate(modules):
-        source = f"%%writefile {name}.py\n" + (ROOT / f"{name}.py").read_text(encoding="utf-8")
-        cell = code_cell(name.replace("_", "-"), source, COLLAPSED, number + 1, f"Writing {name}.py\n")
+    for number, file in enumerate(files):
+        source = f"%%writefile {file.name}\n" + (ROOT / file).read_text(encoding="utf-8")
+        cell = code_cell(file.stem.replace("_", "-"), source, COLLAPSED, number + 1, f"Writing {file.name}\n")
         cells.insert(place + number, cell)
     return content
 
