@@ -274,7 +274,10 @@ class Report:
             + "".join(f"; {row}" for row in worst),
         }
         if self.step_seconds < 1e-3:
-            rows["note"] = "so short a step waits for the host: let it start several at once (steps_per_execution)"
+            short = (
+                "set by the host: so short a step waits to be started (steps_per_execution helps); for the chip alone "
+            )
+            rows["examples/s"] = short + rows["examples/s"]
         if self.loops:
             rows["loops"] = f"{self.loops} that turn as often as the data says, counted once: the step takes longer"
         return rows
@@ -524,7 +527,7 @@ def _refusal(error: str, layers: list[str]) -> Unsupported:
         ("the compiler did not accept the step", "change what it names"),
     )
     where = "; ".join(text for text in (layer and f"layer {layer!r}", line) if text)
-    sentence = f"a TPU refuses this step: {words}. It means: {meaning}"
+    sentence = f"this step cannot be compiled for a TPU: {words}. It means: {meaning}"
     return Unsupported(f"{sentence}{f' (at fault: {where})' if where else ''}. Remedy: {remedy}.", words, layer, line)
 
 

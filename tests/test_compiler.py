@@ -387,7 +387,7 @@ def test_a_refusal_has_words_meaning_layer_line_and_remedy(name, words, meaning,
     assert "test_compiler.py, line " in error.line
     assert line in error.line
     sentence = str(error)
-    assert sentence.startswith("a TPU refuses this step: ")
+    assert sentence.startswith("this step cannot be compiled for a TPU: ")
     assert meaning in sentence
     assert "Remedy: " in sentence
     assert "\n" not in sentence

@@ -242,3 +242,18 @@ def test_predictions_are_drawn_for_a_tpu_only(program, on_a_tpu, tmp_path):
     assert sum("measured" in label for label in labels) == 2
     honest = "a CPU's figures: they prove the mechanism, not a TPU's speed"
     assert (honest in figure.get_suptitle()) is not on_a_tpu
+
+
+def test_it_trains_the_notebooks_own_models(program, tf):
+    cells = json.loads((ROOT / "notebooks" / "04_fit.ipynb").read_text())["cells"]
+    (source,) = ("".join(cell["source"]) for cell in cells if cell["source"][:1] == ["def build_model():\n"])
+    known = {"tf": tf}
+    exec(source, known)
+
+    def shape_of(model):
+        return [(type(layer).__name__, [tuple(weight.shape) for weight in layer.weights]) for layer in model.layers]
+
+    assert shape_of(program.compiled("the kit's CNN")) == shape_of(known["build_model"]())
+    assert shape_of(program.compiled("the kit's MLP"))[-2:] == [
+        ("Dense", [(784, 128), (128,)]), ("Dense", [(128, 10), (10,)]),
+    ]  # fmt: skip
