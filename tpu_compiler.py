@@ -56,6 +56,10 @@ class Generation(NamedTuple):
     replicas: int  # on one chip: one for each TensorCore, where the compiler does not join them to one
 
 
+# From docs.cloud.google.com/tpu/docs/v3 to v6e, November 2026; v2 from jax/_src/tpu_info.py (github.com/jax-ml/jax),
+# which differs for v3 (140 TFLOP/s, 825 GB/s). ICI: half of what the docs call bidirectional (v5e, v5p, v6e); v4: 6
+# links of 50 (Jouppi et al. 2023); v3: 4 of 100 (jax-ml.github.io/scaling-book), where others say 70; v2: 4 of 62, for
+# which no source could be read. Replicas of v4: 2 a chip, as in Google's MLPerf 0.7 run on v4-16.
 GENERATIONS = {
     "v2": Generation(46, 16, 716, 248, 2),
     "v3": Generation(123, 32, 900, 400, 2),
@@ -706,7 +710,8 @@ def _record(report: Report) -> None:
     """Into the file that `make notebooks` names, for machines where the compiler cannot be asked."""
     if path := os.environ.get("TPU_COMPILER_RECORD"):
         fields = ("name", "tpu", "per_replica_batch_size", "policy")
-        new = dataclasses.replace(report, recorded=datetime.date.today().isoformat(), compile_seconds=0.0).to_json()
+        shorter = {"instructions": report.instructions[:6], "padding": report.padding[:6], "compile_seconds": 0.0}
+        new = dataclasses.replace(report, recorded=datetime.date.today().isoformat(), **shorter).to_json()
         new, records = json.loads(json.dumps(new)), _load(Path(path)) or []
         if not any(old | {"recorded": new["recorded"]} == new for old in records):
             others = [old for old in records if any(old[field] != new[field] for field in fields)]
