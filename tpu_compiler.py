@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import warnings
 import zipfile
 from pathlib import Path
@@ -40,7 +41,7 @@ from tpu_helpers import Refused, check_parameters, installed, quietly
 
 POLICIES = ("float32", "mixed_bfloat16")
 TESTED = "jax 0.10.2 with libtpu 0.0.52, jax 0.7.2 with libtpu 0.0.21.1"
-INSTALL = "pip install -r requirements-compiler.txt"
+INSTALL = "pip install jax jaxlib libtpu"  # as requirements-compiler.txt does
 APART = f"python3 -m venv apart, then apart/bin/pip install tensorflow tf-keras, apart/bin/{INSTALL}"
 RECORDED = [Path(__file__).resolve().parent / place for place in ("recorded/predictions.json", "predictions.json")]
 GIB = 2**30
@@ -155,10 +156,10 @@ class Report:
     @property
     def hbm_needed(self) -> int:
         """Bytes of HBM for a replica; where it does not fit, what the compiler says it would need."""
-        if not self.fits and (
-            said := re.search(r"(?:required for HLO temporaries \(|Used )([\d.]+)([KMGT])", self.words)
-        ):
+        if not self.fits and (said := re.search(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGT])", self.words)):
             return int(float(said[1]) * 1024 ** ("KMGT".index(said[2]) + 1))
+        if not self.fits and (said := re.search(r"Allocation \(size=(\d+)\)", self.words)):  # libtpu 0.0.21.1
+            return int(said[1])
         return self.argument_bytes + self.temporary_bytes + self.output_bytes + self.program_bytes
 
     @property
@@ -1093,6 +1094,16 @@ class Sweep(list):
         return f"<div>{html.escape(self.origin())}<table>{body}</table></div>"
 
 
+def _bar(total: int, shown: bool):
+    """A progress bar; where there is no tqdm (papermill brings it), nothing but what is being compiled for."""
+    if importlib.util.find_spec("tqdm"):
+        from tqdm import tqdm
+
+        return tqdm(total=total, disable=not shown, leave=False, file=sys.stdout, unit="program")
+    say = types.SimpleNamespace(set_description=print if shown else str, update=lambda: None)
+    return contextlib.nullcontext(say)
+
+
 def sweep(
     model,
     tpus=("v5e-8",),
@@ -1116,16 +1127,8 @@ def sweep(
         for policy in policies:
             for size in sizes_:
                 _check_request(tpu, size, policy)
-    from tqdm import tqdm  # papermill brings it
-
     reports = Sweep()
-    with tqdm(
-        total=len(tpus) * len(policies) * len(sizes_),
-        disable=not progress,
-        leave=False,
-        file=sys.stdout,
-        unit="program",
-    ) as bar:
+    with _bar(len(tpus) * len(policies) * len(sizes_), progress) as bar:
         for tpu in tpus:
             for policy in policies:
                 bar.set_description(f"compiling for {tpu}")

@@ -317,12 +317,20 @@ def test_a_tensorflow_for_tpus_says_where_to_ask_instead():
     """It cannot lower a step for a CPU, where every question begins."""
     code = """
 import tpu_compiler
-from tpu_helpers import Refused
+from tpu_helpers import Refused, quietly
+with quietly():
+    import tensorflow as tf
+
+def build():
+    model = tf.keras.Sequential([tf.keras.layers.Input((8,)), tf.keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
+    return model
+
 try:
-    tpu_compiler.compile_for_tpu(lambda: None, "v5e-8", 8)
+    tpu_compiler.compile_for_tpu(build, "v5e-8", 8)
 except Refused as refused:
     print(refused)
-print(tpu_compiler.compile_for_tpu(None.__class__, "v5e-8", 64, name="the kit's CNN").recorded)
+print(tpu_compiler.compile_for_tpu(build, "v5e-8", 64, name="the kit's CNN").recorded)
 """
     said = python(after_install("colab", install_section), code).splitlines()
     assert "tensorflow-tpu 2.20.0 cannot lower a step for a CPU" in said[0]
