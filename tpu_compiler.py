@@ -388,7 +388,7 @@ def _policy_of(model) -> str:
 def _rebuilt(model, policy: str | None, scope):
     """The same model from its configuration, computing with `policy`; as in notebook 6, its last layers in float32."""
     remedy = "pass the function that builds and compiles it instead of the model"
-    last = {name.partition("/")[0] for name in getattr(model, "output_names", [])}
+    last = {name.partition("/")[0] for name in getattr(model, "output_names", None) or [model.layers[-1].name]}
 
     def clone(layer):
         config = layer.get_config()
