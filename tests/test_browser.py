@@ -27,7 +27,9 @@ def lab(tmp_path_factory):
     """JupyterLab over a copy of the kit, so that nothing here is saved over; its address."""
     kit = tmp_path_factory.mktemp("kit")
     shutil.copytree(ROOT / "notebooks", kit / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    shutil.copy(ROOT / "tpu_helpers.py", kit)
+    shutil.copytree(ROOT / "recorded", kit / "recorded")
+    for module in ("tpu_helpers.py", "tpu_compiler.py"):
+        shutil.copy(ROOT / module, kit)
     settings = {
         "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is on the page, also those out of sight
         "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
