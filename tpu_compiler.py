@@ -1056,7 +1056,7 @@ class Sweep(list):
         return "\n".join(lines)
 
     def table(self) -> list[list[str]]:
-        """Header and rows."""
+        """Header and rows; with the models' names where there are several."""
         lines = [
             ["tpu", "policy", "per replica", "global", "HBM", "step ≥", "examples/s ≤", "by cost model", "bound by"]
         ]
@@ -1068,6 +1068,9 @@ class Sweep(list):
                 lines.append([*start, share, _amount(report.step_seconds, "s"), *rates, report.bound_by])
             else:
                 lines.append([*start, share, "does not fit", "", "", ""])
+        if len({report.name for report in self}) > 1:
+            names = ["model", *(report.name for report in self)]
+            lines = [[name, *line] for name, line in zip(names, lines, strict=True)]
         return lines
 
     def origin(self) -> str:
