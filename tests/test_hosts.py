@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -77,6 +78,24 @@ def pip(environment, *arguments):
     return result.stdout
 
 
+def share(folder):
+    """Large files that several environments hold lie on the disk once: hard links into .hosts/files, by content."""
+    store = HOSTS / "files"
+    store.mkdir(exist_ok=True)
+    for path in (Path(root) / name for root, _, names in os.walk(folder) for name in names):
+        if path.is_symlink() or path.stat().st_size < 50_000 or path.suffix == ".pyc":
+            continue
+        with path.open("rb") as file:
+            same = store / hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            os.link(path, same)
+        except FileExistsError:
+            mode, link = path.stat().st_mode, path.with_name(path.name + ".link")
+            if same.stat().st_mode == mode and not same.samefile(path):
+                os.link(same, link)
+                link.replace(path)
+
+
 def kept(name, holds, make):
     """The environment of that name: made now, unless it is there and holds the same."""
     folder, note = HOSTS / name, HOSTS / f"{name}.json"
@@ -87,7 +106,12 @@ def kept(name, holds, make):
         if not note.exists() or note.read_text() != holds:
             shutil.rmtree(folder, ignore_errors=True)
             note.unlink(missing_ok=True)
+            free = shutil.disk_usage(HOSTS).free / 1e9
+            assert free > 6, f"{free:.1f} GB free: an environment needs 6 while it is made. Make room: make clean"
+            if not (HOSTS / "files").exists():  # what this suite's own environment holds need not lie here again
+                share(Path(sys.prefix) / "lib")
             make(folder)
+            share(folder)
             note.write_text(holds)
     return folder
 
