@@ -21,6 +21,7 @@ import hashlib
 import html
 import importlib
 import importlib.util
+import itertools
 import json
 import linecache
 import math
@@ -742,6 +743,8 @@ def compile_for_tpu(
     and for a missing compiler.
     """
     _check_request(tpu, per_replica_batch_size, policy)
+    if not isinstance(time_limit, int | float) or not time_limit > 0:
+        raise Refused(f"{time_limit=} cannot be used: pass a number of seconds above 0.")
     tpu = tpu.replace("v5litepod", "v5e")
     if not _is_model(model) and not callable(model):
         raise Refused(f"model={model!r} is neither a compiled Keras model nor a function that builds one.")
@@ -1107,6 +1110,15 @@ def _bar(total: int, shown: bool):
     return contextlib.nullcontext(say)
 
 
+def _listed(name: str, values) -> list:
+    """One value or several, as a list."""
+    if values is None or isinstance(values, str) or not hasattr(values, "__iter__"):
+        return [values]
+    if not (values := list(values)):
+        raise Refused(f"{name} is empty: pass at least one.")
+    return values
+
+
 def sweep(
     model,
     tpus=("v5e-8",),
@@ -1122,14 +1134,11 @@ def sweep(
     Used in notebooks/05_tune_batch_size.ipynb and 06. `options` as for `compile_for_tpu`, which says what is raised;
     all names and numbers are checked before the first compilation.
     """
-    tpus, policies = ([value] if isinstance(value, str) else list(value or [None]) for value in (tpus, policies))
-    sizes_ = sorted({batch_sizes} if isinstance(batch_sizes, int) else set(batch_sizes))
-    if not sizes_ or not tpus:
-        raise Refused(f"{batch_sizes=}, {tpus=}: pass at least one of each.")
-    for tpu in tpus:
-        for policy in policies:
-            for size in sizes_:
-                _check_request(tpu, size, policy)
+    given = {"tpus": tpus, "batch_sizes": batch_sizes, "policies": policies}
+    tpus, sizes_, policies = (_listed(name, values) for name, values in given.items())
+    for request in itertools.product(tpus, sizes_, policies):
+        _check_request(*request)
+    sizes_ = sorted(set(sizes_))
     reports = Sweep()
     with _bar(len(tpus) * len(policies) * len(sizes_), progress) as bar:
         for tpu in tpus:
@@ -1223,8 +1232,8 @@ def main(arguments: list[str] | None = None) -> int:
         except ValueError:
             wrong = given.per_replica_batch
             raise Refused(f"--per-replica-batch {wrong}: pass whole numbers, with commas between.") from None
-        for tpu in tpus:
-            _check_request(tpu, batches[0], None)
+        for request in itertools.product(tpus, batches, policies):
+            _check_request(*request)
         if why := missing():
             raise Refused(f"the TPU compiler cannot be asked here: {why}")
         options = {"largest": given.largest, "time_limit": given.time_limit, "cache": not given.no_cache}
@@ -1240,7 +1249,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(made, indent=1, default=list))
     else:
         print(*reports, sep="\n\n") if len(reports) < 3 else print(reports, reports.recommendation, sep="\n\n")
-    return int(not all(report.fits for report in reports[: len(tpus) * len(batches) * len(policies)]))
+    return int(not all(report.fits for report in reports if report.per_replica_batch_size in batches))
 
 
 if __name__ == "__main__":

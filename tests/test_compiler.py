@@ -463,8 +463,10 @@ def test_sweep_gives_a_table_and_a_recommendation_with_its_reason(dense, capfd):
 
 
 def test_sweep_checks_everything_first(dense):
-    for arguments in ({"tpus": ["v5e-1", "v9-1"]}, {"batch_sizes": [8, -1]}, {"policies": ["half"]}, {"tpus": []}):
-        with pytest.raises(Refused):
+    wrong = [{"tpus": ["v5e-1", "v9-1"]}, {"tpus": []}, {"tpus": 5}, {"policies": ["half"]}, {"policies": 5}]
+    wrong += [{"batch_sizes": sizes} for sizes in ([8, -1], [8, "16"], [], None, "64", 1.5)]
+    for arguments in [*wrong, {"time_limit": "soon"}, {"time_limit": 0}]:
+        with pytest.raises(Refused, match="pass "):
             sweep(dense, **{"tpus": ["v5e-1"], "batch_sizes": [8]} | arguments)
 
 
@@ -659,6 +661,10 @@ def test_the_command_says_fits_does_not_fit_and_bad_input(dense, tmp_path):
     (report,) = json.loads(too_large.stdout)
     assert report["fits"] is False
     assert re.search("Ran out of memory|would exceed memory", report["words"])
+    given = ("--per-replica-batch=8,16,24", "--policy=both")  # all of these fit, what --largest adds does not
+    largest = command("my_models:large", "--tpu=v5e-1", *given, "--largest", cwd=tmp_path)
+    assert largest.returncode == 0, largest.stderr
+    assert largest.stdout.count("does not fit") == 2
     refused = {
         ("no.keras",): "Refused: model='no.keras' is not there",
         ("my_models:nothing",): "Refused: model='my_models:nothing' cannot be imported",
