@@ -1,6 +1,7 @@
 # make run    execute every notebook into build/           make lab           open the notebooks in JupyterLab
 # make test   the whole suite                              make notebooks     regenerate the committed outputs
 # make test-hosts    in environments like Colab's, ...     make test-browser  in a real browser
+# make bench         compare the speed with peers        make clean         remove what was set up
 # make standalone    notebooks that carry their helper     make publish, make kaggle: see the README
 # make notebooks RECORD=anew compiles all that the notebooks show as recorded, about an hour.
 # All but make standalone, make publish and make kaggle set up .venv first, once. TF=2.20 uses that TensorFlow (in .venv-2.20), KERAS=3 trains with Keras 3.
@@ -16,7 +17,7 @@ ifeq ($(KERAS),3)
 export TF_USE_LEGACY_KERAS := 0
 endif
 
-.PHONY: run test test-hosts test-browser lab notebooks standalone publish named kaggle setup clean
+.PHONY: run test test-hosts test-browser bench lab notebooks standalone publish named kaggle setup clean
 
 run: setup
 	@$(BIN)/python tools/notebooks.py run
@@ -30,6 +31,10 @@ test-hosts: setup
 
 test-browser: $(VENV)/ready-browser
 	@$(BIN)/python -m pytest -m browser
+
+# The listing, the kit, JAX and PyTorch in turns, ten minutes; RECORD=anew writes the README's section from it.
+bench: $(VENV)/ready-bench
+	@$(BIN)/python benchmarks/speed.py $(if $(filter anew,$(RECORD)),--record)
 
 lab: setup
 	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks
@@ -63,6 +68,10 @@ $(READY): requirements.txt requirements-compiler.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --requirement requirements.txt --requirement requirements-compiler.txt \
 		$(if $(TF),"tensorflow==$(TF).*" "tf-keras==$(TF).*")
+	@touch $@
+
+$(VENV)/ready-bench: $(READY) requirements-bench.txt
+	@$(BIN)/python -m pip install --quiet --requirement requirements-bench.txt
 	@touch $@
 
 $(VENV)/ready-browser: $(READY) requirements-browser.txt

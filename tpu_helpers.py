@@ -12,21 +12,18 @@ import glob
 import importlib.metadata
 import importlib.util
 import io
-import itertools
 import logging
+import math
 import mmap
 import numbers
 import os
 import re
 import socket
-import statistics
 import sys
 import tempfile
-import time
-from collections import namedtuple
 from pathlib import Path
 
-CHOICES = {"dataset": ("digits", "mnist"), "dtype": ("float32", "bfloat16", "float16")}
+CHOICES = {"dataset": ("digits", "mnist"), "dtype": ("float32", "bfloat16", "float16", "uint8")}
 LIMITS = {"virtual_replicas": 64, "per_replica_batch_size": 2**30, "epochs": 10_000, "steps": 10**6, "seed": 2**31 - 1}
 TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly")  # each overwrites the others' files
 CHIPS = ("/dev/accel0", "/dev/vfio/0")  # where TensorFlow's XLA looks for a TPU in this machine
@@ -65,7 +62,7 @@ def check_parameters(**parameters: object) -> None:
             known = ", ".join(map(repr, CHOICES[name]))
             _check(isinstance(value, str) and value in CHOICES[name], f"{name}={value!r} is unknown: pass {known}.")
             continue
-        least, most = int(name != "seed"), LIMITS.get(name, 2**40)
+        least, most = int(name not in ("seed", "classes")), LIMITS.get(name, 2**40)
         accepted = isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= value <= most
         _check(accepted, f"{name}={value!r} cannot be used: pass a whole number from {least} to {most:,}.")
 
@@ -262,6 +259,15 @@ if "tensorflow" not in sys.modules:
         os.environ.setdefault("TPU_LOAD_LIBRARY", "0")
 
 
+def __getattr__(name: str):
+    """What measures is in tpu_measure.py, which only notebooks 2 and 5 need: from here it is found there."""
+    if name in ("throughput", "diagnose", "tune_batch_size"):
+        import tpu_measure
+
+        return getattr(tpu_measure, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def load_data(dataset: str = "digits") -> tuple[tuple, tuple]:
     """((x_train, y_train), (x_val, y_val)) of "digits" (scikit-learn's, from 8×8) or "mnist" (downloaded by Keras).
 
@@ -292,37 +298,54 @@ def load_data(dataset: str = "digits") -> tuple[tuple, tuple]:
     return tuple((images[..., None], labels.astype("int32")) for images, labels in parts)
 
 
-def augment(image, key):
-    """One image turned by up to ±12°, scaled by up to ±12 % and shifted by up to ±2 pixels.
+def augment(images, key):
+    """Each image turned by up to ±12°, scaled by up to ±12 % and shifted by up to ±2 pixels.
 
-    Built in notebooks/02_build_input_pipeline.ipynb. `image` [height, width, channels]; `key` int [2]: the same key
-    makes the same change on any machine. Returns float32 of the same shape and range of values.
+    Built in notebooks/02_build_input_pipeline.ipynb. `images` [n, height, width, channels]; `key` int [2]: the same key
+    makes the same changes on any machine. Returns float32 of the same shape and range of values.
     """
     import tensorflow as tf
 
-    height, width = image.shape[:2]
-    turn, scale, right, down = tf.unstack(tf.random.stateless_uniform([4], key, -1.0, 1.0))
+    count, height, width, _ = images.shape
+    turn, scale, right, down = tf.unstack(tf.random.stateless_uniform([4, count], key, -1.0, 1.0))
     cos, sin = (1 + 0.12 * scale) * tf.cos(0.21 * turn), (1 + 0.12 * scale) * tf.sin(0.21 * turn)
     x, y = (width - 1) / 2, (height - 1) / 2  # the middle, which is turned about and then moved
-    matrix = [cos, -sin, x - cos * x + sin * y + 2 * right, sin, cos, y - sin * x - cos * y + 2 * down, 0.0, 0.0]
+    none = tf.zeros_like(turn)
+    matrix = [cos, -sin, x - cos * x + sin * y + 2 * right, sin, cos, y - sin * x - cos * y + 2 * down, none, none]
     return tf.raw_ops.ImageProjectiveTransformV3(
-        images=tf.cast(image, tf.float32)[tf.newaxis],
-        transforms=tf.stack(matrix)[tf.newaxis],
+        images=tf.cast(images, tf.float32),
+        transforms=tf.stack(matrix, axis=1),
         output_shape=[height, width],
         fill_value=0.0,
         interpolation="BILINEAR",
-    )[0]
+    )
 
 
-def make_dataset(images, labels, global_batch_size, *, training=True, replicas=1, seed=0, dtype="float32"):
-    """Cache, shuffle, repeat, augment, batch, prefetch: batches that all have one static shape.
+def shuffled(place, count: int, seed: int):
+    """Which of `count` examples stands at each place of an endless row of epochs, each of them in another order.
 
-    Built in notebooks/02_build_input_pipeline.ipynb. `images` uint8 [n, height, width, channels] and `labels` [n]
-    become `dtype` [global_batch_size, height, width, channels], 0…1, and labels [global_batch_size]. For training
-    endless, shuffled anew each epoch and augmented, the same for the same `seed` and `tf.random.set_seed`; else one
-    pass, in order, which says how many examples it leaves out. Raises `Refused` for anything else.
+    Built in notebooks/02_build_input_pipeline.ipynb. `place` int64 [n]; returns int64 [n]. Every epoch has each example
+    once. No buffer: the order follows from place, seed and TensorFlow's version alone. RandomIndexShuffle reads one
+    byte of each number of its key, so seed and epoch are mixed into three; its default of 4 rounds is too few.
     """
-    check_parameters(global_batch_size=global_batch_size, replicas=replicas, seed=seed, dtype=dtype)
+    import tensorflow as tf
+
+    mixed = place // count * 0x1E3779B97F4A7C15 + tf.constant(seed, tf.int64) * 0x3F58476D1CE4E5B9
+    key = tf.bitwise.right_shift(mixed[:, tf.newaxis], tf.constant([32, 40, 48], tf.int64))
+    return tf.raw_ops.RandomIndexShuffle(index=place % count, seed=key, max_index=count - 1, rounds=16)
+
+
+def make_dataset(
+    images, labels, global_batch_size, *, training=True, augmented=True, classes=0, replicas=1, seed=0, dtype="float32"
+):
+    """Shuffle indices, gather, augment, scale, cut into batches, prefetch: whole batches, all of one static shape.
+
+    Built in notebooks/02_build_input_pipeline.ipynb. `images` uint8 [n, height, width, channels] become `dtype` [batch,
+    height, width, channels], 0…1 ("uint8": 0…255); `labels` [n] stay as they are, or with `classes` become one-hot
+    float32 [batch, classes]. For training endless, each epoch in another order, `augmented`, and the same for the same
+    seed; else one pass in order, which says how many examples it leaves out. Raises `Refused` for anything else.
+    """
+    check_parameters(global_batch_size=global_batch_size, replicas=replicas, seed=seed, dtype=dtype, classes=classes)
     import numpy as np
     import tensorflow as tf
 
@@ -331,70 +354,30 @@ def make_dataset(images, labels, global_batch_size, *, training=True, replicas=1
     _check(len(labels) == len(images), f"labels has length {len(labels)}: pass one for each of {len(images):,} images.")
     _check(global_batch_size <= len(images), f"{global_batch_size=} exceeds the data: pass at most {len(images)}.")
     _check(global_batch_size % replicas == 0, f"{global_batch_size=} is not divisible by {replicas=}: pass a multiple.")
-    if not training and len(images) % global_batch_size:
-        print(f"{len(images) % global_batch_size} of {len(images):,} examples fill no batch: left out.")
+    count, size = len(images), global_batch_size
+    batches = 2**20 // (math.prod(images.shape[1:]) * size)  # in 1 MiB: so many are prepared together
+    portion = size * max(1, batches if training else 1)
+    with tf.device("CPU:0"):  # the data stay on the host
+        images, labels = tf.constant(images), tf.constant(labels)
+    if not training and count % size:
+        print(f"{count % size} of {count:,} examples fill no batch: left out.")
 
-    def prepare(number, image, label):
-        image = augment(image, tf.stack([seed, number])) if training else tf.cast(image, tf.float32)
-        return tf.cast(image / 255, dtype), label
+    def gather(number):
+        place = number * portion + tf.range(portion, dtype=tf.int64)
+        place = shuffled(place, count, seed) if training else place
+        return tf.gather(images, place), tf.gather(labels, place)
 
-    dataset = tf.data.Dataset.from_tensor_slices((images, labels)).cache()
-    if training:
-        dataset = dataset.shuffle(len(images), seed=seed).repeat()
-    dataset = tf.data.Dataset.zip(tf.data.Dataset.counter(), dataset)
-    dataset = dataset.map(lambda number, example: prepare(number, *example), num_parallel_calls=tf.data.AUTOTUNE)
-    return dataset.batch(global_batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+    def change(number, batch):
+        return augment(batch[0], tf.stack([seed, number])), batch[1]
 
+    def scale(images, labels):  # and cut the portion into batches
+        images = images if dtype == "uint8" else tf.cast(images, tf.float32) / 255
+        batch = tf.cast(images, dtype), tf.one_hot(labels, classes) if classes else labels
+        return tuple(tf.reshape(array, [-1, size, *array.shape[1:]]) for array in batch)
 
-Throughput = namedtuple("Throughput", "median lowest highest")
-BatchTiming = namedtuple("BatchTiming", "per_replica_batch_size global_batch_size median lowest highest")
-
-
-def throughput(batches, global_batch_size: int, step=None, *, steps=20, repeats=5) -> Throughput:
-    """Examples/s that `batches` gives, or that `step` takes when called with each: *measured*, median, lowest, highest.
-
-    Built in notebooks/02_build_input_pipeline.ipynb. `batches`: a dataset or `itertools.repeat(batch)`; the first
-    `steps` warm up. `step(batch)` returns a scalar, which is read after `steps`. Raises `Refused` if batches end early.
-    """
-    check_parameters(global_batch_size=global_batch_size, steps=steps, repeats=repeats)
-    iterator, rates = iter(batches), []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        for done in range(steps):
-            batch = next(iterator, None)
-            _check(batch is not None, f"batches ended after {done} of {steps=}: pass an endless dataset.")
-            result = step(batch) if step else 0
-        float(result)
-        rates.append(steps * global_batch_size / (time.perf_counter() - began))
-    return Throughput(statistics.median(rates[1:]), min(rates[1:]), max(rates[1:]))
-
-
-def tune_batch_size(train, per_replica_batch_sizes, replicas: int) -> list[BatchTiming]:
-    """Time training at each per-replica batch size, smallest first; stop cleanly at the first that does not fit.
-
-    Built in notebooks/05_tune_batch_size.ipynb. `train(per_replica_batch_size, clock)` builds, compiles and fits a
-    model for 3 epochs or more with `callbacks=[clock]`; the first (tracing, compiling) is not counted. Prints each
-    row when it is done, and returns the rows. Raises `Refused` for sizes that are no whole numbers, and too few epochs.
-    """
-    _check(len(per_replica_batch_sizes) > 0, "per_replica_batch_sizes is empty: pass sizes to try, as in [8, 16, 32].")
-    for size in per_replica_batch_sizes:
-        check_parameters(per_replica_batch_size=size, replicas=replicas)
-    import tensorflow as tf
-
-    rows = []
-    print("per replica   global   examples/s, measured: median (lowest … highest)")
-    for size in sorted(set(per_replica_batch_sizes)):
-        ends = []
-        clock = tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda *_, ends=ends: ends.append(time.perf_counter()))
-        try:
-            train(size, clock)
-        except (tf.errors.ResourceExhaustedError, MemoryError) as error:
-            reason = re.search(r".*(OOM when|ut of memory|nable to allocate).*|$", str(error)).group()
-            print(f"{size:11}   does not fit, so stopped here. {type(error).__name__}: {reason}")
-            break
-        _check(len(ends) >= 3, f"train({size}, clock) ran {len(ends)} epochs: fit 3 or more, with callbacks=[clock].")
-        examples = size * replicas * clock.params["steps"]
-        rates = [examples / (end - begin) for begin, end in itertools.pairwise(ends)]
-        rows.append(BatchTiming(size, size * replicas, statistics.median(rates), min(rates), max(rates)))
-        print(f"{size:11} {size * replicas:8}   {rows[-1].median:,.0f} ({min(rates):,.0f} … {max(rates):,.0f})")
-    return rows
+    parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
+    dataset = tf.data.Dataset.counter() if training else tf.data.Dataset.range(count // size)
+    dataset = dataset.map(gather, **parallel)
+    if training and augmented:
+        dataset = dataset.enumerate().map(change, **parallel)
+    return dataset.map(scale, **parallel).unbatch().prefetch(tf.data.AUTOTUNE)

@@ -1,4 +1,4 @@
-"""tpu_helpers: what each helper returns, and how it refuses."""
+"""tpu_helpers and tpu_measure: what each helper returns, and how it refuses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 from conftest import ROOT
 
 import tpu_helpers
-from tpu_helpers import Refused, make_dataset, throughput, tune_batch_size
+import tpu_measure
+from tpu_helpers import Refused, make_dataset, shuffled
+from tpu_measure import diagnose, how_sure, next_size, pipeline_stages, throughput, time_step, tune_batch_size
 
 IMAGES = np.arange(20 * 28 * 28, dtype=np.uint32).astype("uint8").reshape(20, 28, 28, 1)
 LABELS = np.arange(20, dtype="int32")
@@ -60,6 +63,12 @@ def test_import_respects_the_callers_choice_of_keras():
 
 def test_module_is_small():
     assert len((ROOT / "tpu_helpers.py").read_text().splitlines()) <= 400
+
+
+def test_what_measures_is_found_from_tpu_helpers_too():
+    assert tpu_helpers.tune_batch_size is tpu_measure.tune_batch_size
+    with pytest.raises(AttributeError, match="no attribute 'tune_batch'"):
+        _ = tpu_helpers.tune_batch
 
 
 def test_quietly_drops_chatter_and_passes_on_the_rest():
@@ -177,7 +186,56 @@ def test_training_batches_have_one_static_shape_and_the_asked_dtype(tf):
         assert (images.shape, labels.shape) == ((8, 28, 28, 1), (8,))
         assert images.dtype == dtype
         assert dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-        assert 0 <= float(tf.reduce_min(next(iter(dataset))[0])) <= float(tf.reduce_max(next(iter(dataset))[0])) <= 1
+        values = np.asarray(next(iter(dataset))[0], "float32")
+        assert 0 <= values.min() < values.max() <= (255 if dtype == "uint8" else 1)
+
+
+def test_bytes_are_those_of_the_images(tf):
+    images, labels = next(make_dataset(IMAGES, LABELS, 20, augmented=False, dtype="uint8").as_numpy_iterator())
+    assert np.array_equal(images, IMAGES[labels])
+
+
+def test_labels_become_one_hot_where_classes_are_given(tf):
+    for training in (True, False):
+        _, labels = next(make_dataset(IMAGES, LABELS, 4, training=training, classes=20).as_numpy_iterator())
+        assert labels.shape == (4, 20)
+        assert labels.dtype == "float32"
+        assert (labels.sum(axis=1) == 1).all()
+
+
+def test_shuffled_gives_every_example_once_in_each_epoch_from_any_place(tf):
+    for count in (1, 2, 7, 100):
+        epochs = shuffled(np.arange(5 * count), count, seed=3).numpy().reshape(5, count)
+        assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+        middle = np.arange(2 * count + 1, 4 * count)
+        assert np.array_equal(shuffled(middle, count, seed=3), epochs.ravel()[middle])
+
+
+def test_shuffled_is_a_shuffle(tf):
+    """Neither an epoch, nor the next one, nor another seed's, nor the neighbour says where an example stands."""
+    count = 20_000
+    order = shuffled(np.arange(2 * count), count, seed=0).numpy()
+    other = shuffled(np.arange(count), count, seed=1).numpy()
+    pairs = {"place": np.arange(count), "next epoch": order[count:], "other seed": other}
+    pairs["neighbour"] = np.roll(order[:count], 1)
+    for name, values in pairs.items():
+        assert abs(np.corrcoef(order[:count], values)[0, 1]) < 0.03, name  # four standard deviations
+    by_seed = np.stack([shuffled(np.arange(10), 10, seed=seed).numpy() for seed in range(1000)])
+    by_epoch = shuffled(np.arange(10 * 1000), 10, seed=0).numpy().reshape(1000, 10)
+    for orders in (by_seed, by_epoch):
+        assert len({tuple(order) for order in orders}) > 990, "orders come again"
+        times = np.stack([np.bincount(column, minlength=10) for column in orders.T])  # 100 expected each
+        assert ((times - 100) ** 2 / 100).sum() < 81 + 5 * (2 * 81) ** 0.5, "chi-square"
+
+
+def test_replicas_share_a_global_batch(tf):
+    strategy = tpu_helpers.virtual_strategy(2)
+    batches = iter(strategy.experimental_distribute_dataset(make_dataset(IMAGES, LABELS, 8, replicas=2)))
+    for _ in range(3):
+        images, labels = next(batches)
+        assert [part.shape for part in strategy.experimental_local_results(images)] == [(4, 28, 28, 1)] * 2
+        parts = [part.numpy() for part in strategy.experimental_local_results(labels)]
+        assert len(set(np.concatenate(parts))) == 8 or len(LABELS) % 8
 
 
 def test_each_epoch_has_every_example_once_in_a_new_order(tf):
@@ -216,21 +274,26 @@ def test_validation_says_what_it_leaves_out(tf, capsys):
 
 
 def test_augment_keeps_shape_range_and_key(tf):
-    image = IMAGES[3]
-    changed = tpu_helpers.augment(image, [1, 2]).numpy()
-    assert changed.shape == image.shape
+    images = IMAGES[3:7] // 2
+    changed = tpu_helpers.augment(images, [1, 2]).numpy()
+    assert changed.shape == images.shape
     assert changed.dtype == "float32"
-    assert image.min() - 1e-3 <= changed.min()
-    assert changed.max() <= image.max() + 1e-3
-    assert np.array_equal(changed, tpu_helpers.augment(image, [1, 2]))
-    assert not np.array_equal(changed, tpu_helpers.augment(image, [1, 3]))
+    assert images.min() - 1e-3 <= changed.min()
+    assert changed.max() <= images.max() + 1e-3
+    assert np.array_equal(changed, tpu_helpers.augment(images, [1, 2]))
+    assert not np.array_equal(changed, tpu_helpers.augment(images, [1, 3]))
+
+
+def test_augment_changes_each_image_of_a_batch_in_its_own_way(tf):
+    changed = tpu_helpers.augment(np.repeat(IMAGES[:1], 8, axis=0), [0, 0]).numpy()
+    assert len({image.tobytes() for image in changed}) == 8
 
 
 def test_augment_moves_the_middle_by_two_pixels_at_most(tf):
     image = np.zeros((29, 29, 1), "float32")
     image[14, 14] = 1.0
-    for key in range(50):
-        row, column = np.unravel_index(np.argmax(tpu_helpers.augment(image, [0, key])), (29, 29))
+    for changed in tpu_helpers.augment(np.repeat(image[np.newaxis], 50, axis=0), [0, 0]):
+        row, column = np.unravel_index(np.argmax(changed), (29, 29))
         assert max(abs(row - 14), abs(column - 14)) <= 3  # two pixels, times the scale
 
 
@@ -243,6 +306,7 @@ REFUSED_DATASETS = {
     "no replicas": ({"replicas": 0}, "replicas=0"),
     "unknown dtype": ({"dtype": "int8"}, "dtype='int8'"),
     "negative seed": ({"seed": -1}, "seed=-1"),
+    "negative classes": ({"classes": -1}, "classes=-1"),
     "images without channels": ({"images": IMAGES[..., 0]}, "images has shape (20, 28, 28)"),
     "a list of images": ({"images": [1, 2]}, "images has shape (2,)"),
     "images already scaled": ({"images": IMAGES / 255}, "images has dtype float64"),
@@ -291,6 +355,98 @@ def test_throughput_refuses(change):
     assert_one_sentence(refusal, next(iter(change)))
 
 
+def compiled_mlp(tf, strategy=None, **options):
+    layers = tf.keras.layers
+    with (strategy or tf.distribute.get_strategy()).scope():
+        model = tf.keras.Sequential([layers.Input((28, 28, 1)), layers.Flatten(), layers.Dense(20)])
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=["accuracy"], **options)
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def slow_pipeline(tf):
+    def slowly(image, label):
+        for _ in range(3):
+            image = tf.linalg.expm(image[..., 0] * 1e-3)[..., tf.newaxis]
+        return image, label
+
+    data = tf.data.Dataset.from_tensor_slices((IMAGES / 255, LABELS)).shuffle(20).repeat()
+    return data.map(slowly).batch(4, drop_remainder=True).prefetch(2)
+
+
+def test_pipeline_stages_are_those_that_were_written_with_their_examples(tf):
+    names = ["tensorslice", "shuffle", "repeat", "map(slowly)", "batch", "prefetch"]
+    stages = pipeline_stages(slow_pipeline(tf))
+    assert [name for name, _, _ in stages] == names
+    assert [examples for _, _, examples in stages] == [1, 1, 1, 1, 4, 4]
+    kit = pipeline_stages(make_dataset(IMAGES, LABELS, 4))
+    assert [name for name, _, _ in kit][-3:] == ["map(scale)", "unbatch", "prefetch"]
+    assert {examples for _, _, examples in kit} == {4, 2**20 // 784 // 4 * 4}
+    for _, dataset, _ in stages + kit:
+        next(iter(dataset))  # each can be run
+
+
+def test_pipeline_stages_without_tensorflows_private_names_are_one(tf):
+    dataset = slow_pipeline(tf)
+    alone = types.SimpleNamespace(element_spec=dataset.element_spec)
+    assert pipeline_stages(alone) == [("simplenamespace", alone, 4)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_diagnose_blames_the_slow_stage_and_changes_nothing(tf, capsys, replicas):
+    model = compiled_mlp(tf, tpu_helpers.virtual_strategy(replicas))
+    optimizer = model.optimizer
+    state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    before = [variable.numpy() for variable in [*model.variables, *state]]
+    found = diagnose(slow_pipeline(tf), model, seconds=0.02)
+    assert found.slowest == "map(slowly)"
+    assert found.pipeline.median < found.step.median
+    said = capsys.readouterr().out
+    assert "The pipeline holds up the training, most of all map(slowly): " in said
+    assert "tf.data.AUTOTUNE" in said
+    after = [variable.numpy() for variable in [*model.variables, *state]]
+    assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_diagnose_says_that_the_step_is_slower(tf, capsys):
+    one_batch = tf.data.Dataset.from_tensors((IMAGES[:4] / 255, LABELS[:4])).repeat()
+    found = diagnose(one_batch, compiled_mlp(tf), seconds=0.02)
+    assert found.pipeline.median > found.step.median
+    assert "The step holds up the training: the pipeline gives " in capsys.readouterr().out
+
+
+def test_time_step_counts_all_steps_of_an_execution(tf):
+    data = make_dataset(IMAGES, LABELS, 4)
+    one, many = (time_step(data, compiled_mlp(tf, steps_per_execution=n)).median for n in (1, 10))
+    assert one < 10 * many
+    assert many > one / 2, "several steps in a call should not be counted as one"
+
+
+REFUSED_DIAGNOSES = {
+    "no dataset": ({"dataset": [1, 2]}, "dataset is a list"),
+    "no batches": ({"dataset": lambda tf: tf.data.Dataset.from_tensors((0, 1))}, "dataset has elements of shape ()"),
+    "batches of unknown size": (
+        {"dataset": lambda tf: tf.data.Dataset.from_tensor_slices(([0], [1])).batch(2)},
+        "drop_remainder=True",
+    ),
+    "no labels": ({"dataset": lambda tf: tf.data.Dataset.from_tensors(0)}, "pass (inputs, labels)"),
+    "not compiled": ({"model": lambda tf: tf.keras.Sequential([tf.keras.layers.Dense(1)])}, "optimizer=None"),
+    "no model": ({"model": 3}, "model=3"),
+    "unknown TPU": ({"tpu": "v9-8"}, "tpu='v9-8' is unknown"),
+    "no time": ({"seconds": 0}, "seconds=0"),
+}
+
+
+@pytest.mark.parametrize(("change", "part"), REFUSED_DIAGNOSES.values(), ids=REFUSED_DIAGNOSES)
+def test_diagnose_refuses(tf, change, part):
+    arguments = {"dataset": make_dataset(IMAGES, LABELS, 4), "model": compiled_mlp(tf)} | change
+    arguments = {name: value(tf) if type(value) is type(trainer) else value for name, value in arguments.items()}
+    with pytest.raises(Refused) as refusal:
+        diagnose(**arguments)
+    assert_one_sentence(refusal, part)
+
+
 def trainer(tf, epochs=4):
     """A real, tiny training for `tune_batch_size`; `compare` makes a matrix of batch × batch."""
 
@@ -305,31 +461,103 @@ def trainer(tf, epochs=4):
     return train
 
 
-def test_tune_batch_size_returns_a_row_a_size_in_order(tf, capsys):
-    rows = tune_batch_size(trainer(tf), [16, 8, 16], replicas=2)
-    assert [(row.per_replica_batch_size, row.global_batch_size) for row in rows] == [(8, 16), (16, 32)]
-    assert all(0 < row.lowest <= row.median <= row.highest for row in rows)
+def simulated(speed, noise=0.0):
+    """A training whose clock sees epochs that last as `speed(size)` says, with some noise; it takes no real time."""
+    random = np.random.default_rng(0)
+    runs, now = [], [0.0]
+
+    def train(size, clock):
+        clock.set_params({"steps": 1})
+        clock.set_model(type("Model", (), {"stop_training": False})())
+        runs.append(size)
+        for epoch in range(20):
+            now[0] += size / speed(size) * (1 + noise * random.exponential())
+            clock.on_epoch_end(epoch)
+            if clock.model.stop_training:
+                break
+
+    return train, runs, lambda: now[0]
+
+
+SIZES = [8, 16, 32, 64, 128, 256, 512, 1024]
+CURVES = {
+    "rises": lambda size: size / (1 + size / 500),
+    "falls": lambda size: 1e3 - size / 2,
+    "peak at 64": lambda size: 1e3 - abs(np.log2(size) - 6) * 100,
+    "flat": lambda size: 1e3,
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_tune_batch_size_climbs_to_the_fastest(tf, monkeypatch, curve, noise):
+    train, runs, now = simulated(CURVES[curve], noise)
+    monkeypatch.setattr(tpu_measure.time, "perf_counter", now)
+    tuned = tune_batch_size(train, SIZES, 1)
+    speeds = {size: CURVES[curve](size) for size in SIZES}
+    assert speeds[tuned.per_replica_batch_size] >= (0.95 - noise / 2) * max(speeds.values())
+    assert len(runs) <= 9
+    assert {row.per_replica_batch_size for row in tuned.rows} == set(runs)
+    assert tuned.sure > 0.9 - 4 * noise
+
+
+def test_tune_batch_size_looks_again_at_what_a_slow_machine_hid(tf, monkeypatch):
+    """The second training runs at half speed: its size is the fastest all the same, and is measured again, later."""
+    train, runs, now = simulated(lambda size: size / (1 + size / 1e3) * (0.5 if len(runs) == 2 else 1))
+    monkeypatch.setattr(tpu_measure.time, "perf_counter", now)
+    assert tune_batch_size(train, [64, 128, 256, 512], 1).per_replica_batch_size == 512
+    assert runs[:3] == [256, 512, 128]
+    assert runs[3:] == [512]
+
+
+def test_next_size_starts_in_the_middle_and_ends():
+    assert next_size([8, 16, 32], {}) == 16
+    assert next_size([8, 16, 32], {16: [[1, 1, 1]]}) == 32
+    assert next_size([8, 16, 32], {16: [[2, 2, 2]], 32: [[1, 1, 1]]}) == 8
+    assert next_size([8, 16, 32], {16: [[2, 2, 2]], 32: [[0.9, 0.9, 9]], 8: [[1, 1, 1]]}) is None
+    assert next_size([], {}) is None
+
+
+def test_how_sure_falls_where_two_sizes_overlap():
+    assert how_sure({8: [[100, 101, 102]], 16: [[200, 201, 202], [203]]}) == (16, 1)
+    best, sure = how_sure({8: [[100, 100, 118, 119]], 16: [[90, 99, 100, 117]]})
+    assert best == 8
+    assert 0.3 < sure < 0.99
+
+
+def test_next_size_goes_on_until_it_is_sure():
+    known = {4: [[1, 1, 1]], 8: [[90, 100, 118, 119]] * 2, 16: [[90, 99, 100, 117]] * 2}
+    assert next_size([4, 8, 16], {size: known[size] for size in (8, 16)}) == 4
+    assert next_size([4, 8, 16], known) is None, "five trainings of three sizes are enough"
+    assert next_size([4, 8, 16, 32, 64, 128], known | {32: [[1, 1, 1]]} | {64: [[1, 1, 1]]}) in (8, 16, None)
+
+
+def test_tune_batch_size_prints_and_returns_what_it_measured(tf, capsys):
+    tuned = tune_batch_size(trainer(tf), [16, 8, 16], replicas=2)
+    assert [(row.per_replica_batch_size, row.global_batch_size) for row in tuned.rows] == [(8, 16), (16, 32)]
+    assert all(0 < row.lowest <= row.median <= row.highest for row in tuned.rows)
+    assert tuned.per_replica_batch_size in (8, 16)
+    assert 0 < tuned.sure <= 1
     printed = capsys.readouterr().out.splitlines()
     assert "measured" in printed[0]
-    assert len(printed) == 3
+    assert "sure, measured" in printed[-1]
 
 
 def test_tune_batch_size_stops_cleanly_where_memory_ends(tf, capsys):
     """TensorFlow's own out-of-memory error, which it gives after ten seconds of waiting for memory to be freed."""
-    rows = tune_batch_size(trainer(tf), [8, 2**24, 2**25], replicas=1)
-    assert [row.per_replica_batch_size for row in rows] == [8]
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert "does not fit" in last
-    assert "ResourceExhaustedError: OOM when allocating tensor" in last
+    tuned = tune_batch_size(trainer(tf), [8, 2**24, 2**25], replicas=1)
+    assert [row.per_replica_batch_size for row in tuned.rows] == [8]
+    printed = capsys.readouterr().out
+    assert "16777216   does not fit" in printed
+    assert "ResourceExhaustedError: OOM when allocating tensor" in printed
 
 
-def test_tune_batch_size_stops_at_a_host_out_of_memory(tf, capsys):
+def test_tune_batch_size_where_nothing_fits(tf, capsys):
     def train(size, clock):
-        np.ones([size, size], "float32")
-        trainer(tf)(size, clock)
+        np.ones([2**24, 2**24], "float32")
 
-    assert len(tune_batch_size(train, [8, 2**24], replicas=1)) == 1
-    assert "Unable to allocate" in capsys.readouterr().out
+    assert tune_batch_size(train, [8, 16], replicas=1) == (None, 0, [])
+    assert capsys.readouterr().out.count("Unable to allocate") == 2
 
 
 def test_tune_batch_size_passes_on_other_errors(tf):

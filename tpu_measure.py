@@ -1,0 +1,247 @@
+"""Measure a pipeline, a training step and batch sizes: one file beside tpu_helpers.py, which notebooks 2 and 5 build.
+
+Apart from it because nothing that trains needs it, and so that tpu_helpers.py stays small. As there, each function is
+first built by hand in the notebook its docstring names: the same, but for hints, imports and checks.
+"""
+
+import importlib.util
+import itertools
+import numbers
+import random
+import re
+import statistics
+import time
+from collections import namedtuple
+
+from tpu_helpers import Refused, _check, check_parameters
+
+ADVICE = {  # for the slowest stage of a pipeline
+    "map": "give it whole batches, num_parallel_calls=tf.data.AUTOTUNE, or cache() what stays the same",
+    "batch|shuffle|slice": "shuffle indices, batch them, then gather batches, as make_dataset does",
+    "interleave|record": "read more shards at once (num_parallel_calls=tf.data.AUTOTUNE), or cache()",
+    "": "leave it out, or do it once, before cache()",
+}
+
+
+Throughput = namedtuple("Throughput", "median lowest highest")
+Diagnosis = namedtuple("Diagnosis", "pipeline step stages slowest")
+BatchTiming = namedtuple("BatchTiming", "per_replica_batch_size global_batch_size median lowest highest")
+Tuned = namedtuple("Tuned", "per_replica_batch_size sure rows")
+
+
+def throughput(batches, global_batch_size: int, step=None, *, steps=20, repeats=5) -> Throughput:
+    """Examples/s that `batches` gives, or that `step` takes when called with each: *measured*, median, lowest, highest.
+
+    Built in notebooks/02_build_input_pipeline.ipynb. `batches`: a dataset or `itertools.repeat(batch)`; the first
+    `steps` warm up. `step(batch)` returns a scalar, which is read after `steps`. Raises `Refused` if batches end early.
+    """
+    check_parameters(global_batch_size=global_batch_size, steps=steps, repeats=repeats)
+    iterator, rates = iter(batches), []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        for done in range(steps):
+            batch = next(iterator, None)
+            _check(batch is not None, f"batches ended after {done} of {steps=}: pass an endless dataset.")
+            result = step(batch) if step else 0
+        float(result)
+        rates.append(steps * global_batch_size / (time.perf_counter() - began))
+    return Throughput(statistics.median(rates[1:]), min(rates[1:]), max(rates[1:]))
+
+
+def _check_tpu(tpu: str | None) -> None:
+    _check(tpu is None or bool(importlib.util.find_spec("tpu_compiler")), f"{tpu=} needs tpu_compiler.py: get it, too.")
+    if tpu is not None:
+        from tpu_compiler import TOPOLOGIES
+
+        _check(tpu in TOPOLOGIES, f"{tpu=} is unknown: pass one of {', '.join(TOPOLOGIES)}.")
+
+
+def _check_compiled(model) -> None:
+    optimizer = getattr(model, "optimizer", None)
+    _check(
+        hasattr(optimizer, "build"), f"model={model!r} has {optimizer=}: compile it, with one of today's optimizers."
+    )
+
+
+def pipeline_stages(dataset) -> list[tuple]:
+    """[(name, the dataset up to that stage, examples in one of its elements)], from the source on.
+
+    Built in notebooks/02_build_input_pipeline.ipynb. Reads tf.data's private `_inputs()` and `_map_func`, for nothing
+    public tells what a dataset is made of: tested with TensorFlow 2.20 and 2.21. Without them, all is one stage.
+    """
+    import tensorflow as tf
+
+    stages, examples = [], tf.nest.flatten(dataset.element_spec)[-1].shape[0]
+    while True:
+        name = re.sub("Parallel|Dataset|V[0-9]|_", "", type(dataset).__name__).lower()
+        function = getattr(getattr(dataset, "_map_func", None), "_func", None)
+        inner = "tensorflow" in str(getattr(function, "__module__", ""))  # part of the stage after it
+        if name not in ("options", "restructured") and not inner:
+            stages.insert(0, (f"{name}({function.__name__})" if function else name, dataset, examples))
+        before = getattr(dataset, "_inputs", list)()[-1:]
+        if not before or name in ("interleave", "flatmap", "filter", "window", "scan", "take"):
+            return stages  # beyond these, nothing says how many elements make one example
+        after, dataset = dataset, before[0]
+        here, there = (tf.nest.flatten(each.element_spec)[-1].shape for each in (after, dataset))
+        if name.endswith("batch"):  # batch, unbatch, rebatch
+            examples = examples * (name == "batch" or there[0]) // (name == "unbatch" or here[0])
+
+
+def time_step(dataset, model, *, steps=20) -> Throughput:
+    """Examples/s of the step that `fit` runs for this compiled model, on the first batch over and over: *measured*.
+
+    Built in notebooks/02_build_input_pipeline.ipynb. The weights and the optimizer's state are put back afterwards.
+    Raises `Refused` for a model that is not compiled.
+    """
+    check_parameters(steps=steps)
+    _check_compiled(model)
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    kept = [(variable, variable.numpy()) for variable in [*model.variables, *state]]
+    one_batch = dataset.take(1).cache().repeat()
+    batches = iter(model.distribute_strategy.experimental_distribute_dataset(one_batch))
+    train, before = model.make_train_function() or model.train_function, optimizer.iterations.numpy()
+    train(batches)
+    at_once = int(optimizer.iterations.numpy() - before)  # steps_per_execution
+    size = next(iter(dataset.element_spec)).shape[0]
+    calls = {"steps": max(1, steps // at_once), "step": lambda batches: next(iter(train(batches).values()))}
+    rates = throughput(itertools.repeat(batches), size * at_once, **calls)
+    for variable, value in kept:
+        variable.assign(value)
+    return rates
+
+
+def diagnose(dataset, model, tpu: str | None = None, *, seconds=0.1) -> Diagnosis:
+    """What holds up the training, the pipeline or the step? And which stage of the pipeline? Prints it, *measured*.
+
+    Built in notebooks/02_build_input_pipeline.ipynb. `dataset`: endless (inputs, labels), as for `fit`; `model`: a
+    compiled one. Times the dataset alone, the step alone (`time_step`), and the dataset up to each stage: what it takes
+    more than up to the stage before, leaving it out would save. A window lasts about so many `seconds`. With `tpu`, as
+    "v5e-8", also says whether it would feed that slice, *predicted* by tpu_compiler.py. Returns the examples/s of both,
+    µs an example by stage, and the slowest stage. Raises `Refused` for bad input.
+    """
+    _check(isinstance(seconds, numbers.Real) and seconds > 0, f"{seconds=} cannot be used: pass a number above 0.")
+    import tensorflow as tf
+
+    _check(isinstance(dataset, tf.data.Dataset), f"dataset is a {type(dataset).__name__}: pass a tf.data.Dataset.")
+    _check(isinstance(dataset.element_spec, tuple), f"dataset has {dataset.element_spec}: pass (inputs, labels).")
+    shape = tf.nest.flatten(dataset.element_spec)[0].shape
+    _check(bool(shape.rank and shape[0]), f"dataset has elements of shape {shape}: batch(n, drop_remainder=True).")
+    _check_tpu(tpu)
+    _check_compiled(model)
+
+    def timed(part, examples):
+        quick = throughput(part.repeat(), examples, steps=3, repeats=1).median
+        return throughput(part.repeat(), examples, steps=max(3, int(seconds * quick / examples)), repeats=3)
+
+    size, costs, before = shape[0], {}, 0
+    pipeline, step = timed(dataset, size), time_step(dataset, model)
+    print(f"pipeline {pipeline.median:12,.0f} examples/s alone, measured")
+    print(f"step     {step.median:12,.0f} examples/s alone, measured")
+    for name, part, examples in pipeline_stages(dataset):
+        part = part if examples >= size else part.batch(size // examples)
+        rate = timed(part, max(examples, size)).median
+        costs[name], before = 1e6 / rate - before, 1e6 / rate
+        print(f"{costs[name]:12.2f} µs an example, measured: {name}")
+    slowest = max(costs, key=costs.get)
+    if pipeline.median < step.median:
+        advice = next(text for names, text in ADVICE.items() if re.search(names, slowest))
+        print(f"The pipeline holds up the training, most of all {slowest}: {advice}.")
+    else:
+        ahead = pipeline.median / step.median
+        print(f"The step holds up the training: the pipeline gives {ahead:.1f} times as much.")
+    if tpu:
+        from tpu_compiler import compile_for_tpu
+
+        try:
+            most = compile_for_tpu(
+                model, tpu, size // model.distribute_strategy.num_replicas_in_sync
+            ).examples_per_second
+            share = f"this host's pipeline gives {pipeline.median / most:.1%} of that, measured"
+            print(f"{tpu} takes at most {most:,.0f} examples/s, predicted: {share}.")
+        except Refused as error:
+            print(f"Whether this would feed {tpu} is not known: {error}")
+    return Diagnosis(pipeline, step, costs, slowest)
+
+
+def how_sure(rates: dict) -> tuple[int, float]:
+    """The fastest of {size: [rates of a training, …]}, and how sure it is that it is within 5 % of the best of them.
+
+    Built in notebooks/05_tune_batch_size.ipynb. Sure is the share of 300 resamplings (a bootstrap) in which it is.
+    """
+    every = {size: list(itertools.chain(*trainings)) for size, trainings in rates.items()}
+    draw, best = random.Random(0).choices, max(every, key=lambda size: sorted(every[size])[-2])
+    draws = [{size: sorted(draw(of, k=len(of)))[-2] for size, of in every.items()} for _ in range(300)]
+    return best, sum(drawn[best] >= 0.95 * max(drawn.values()) for drawn in draws) / len(draws)
+
+
+def next_size(sizes: list[int], rates: dict) -> int | None:
+    """The size to measure next on the climb to the fastest, None at the end. `rates`: {size: [rates of a training, …]}.
+
+    Built in notebooks/05_tune_batch_size.ipynb. Starts in the middle; looks above and below the best so far, and once
+    more, later, at what comes near it (above, where curves are flat, at half of it), for a machine may have been slow;
+    then again at what is within a tenth, until it is 95 % sure, or has done as many trainings as there are sizes.
+    """
+    if not rates:
+        return sizes[len(sizes) // 2] if sizes else None
+    top = {size: max(sorted(training)[-2] for training in trainings) for size, trainings in rates.items()}
+    best, sure = how_sure(rates)
+    place, done = sizes.index(best), {size: len(trainings) for size, trainings in rates.items()}
+    near = sizes[place + 1 : place + 2] + sizes[max(place - 1, 0) : place]
+    unknown = [size for size in near if size not in top]
+    doubtful = [n for n in near if done.get(n) == 1 and top[n] > top[best] * (0.5 if n > best else 0.85)]
+    if not unknown + doubtful and sure < 0.95 and sum(done.values()) < len(sizes):
+        doubtful = sorted((size for size in top if top[size] > 0.9 * top[best]), key=done.get)
+    return next(iter(unknown + doubtful), None)
+
+
+def tune_batch_size(train, per_replica_batch_sizes, replicas: int) -> Tuned:
+    """Find the fastest per-replica batch size: climb from the middle, and end a training when enough is known.
+
+    Built in notebooks/05_tune_batch_size.ipynb. `train(per_replica_batch_size, clock)` builds, compiles and fits a
+    model for 4 epochs or more with `callbacks=[clock]`, which ends it after 8 or sooner; the first (tracing, compiling)
+    is not counted. A size's second fastest epoch counts: other load only slows epochs down (docs.python.org, timeit),
+    and one alone may be luck. A size that does not fit ends the climb. Prints a row for each training, and returns the
+    fastest size, how sure it is that this is within 5 % of the best measured (by resampling the epochs; that the sizes
+    left out are no faster is assumed), and a row for each size. Raises `Refused` for sizes that are no whole numbers,
+    and for too few epochs.
+    """
+    _check(len(per_replica_batch_sizes) > 0, "per_replica_batch_sizes is empty: pass sizes to try, as in [8, 16, 32].")
+    for size in per_replica_batch_sizes:
+        check_parameters(per_replica_batch_size=size, replicas=replicas)
+    import tensorflow as tf
+
+    sizes, rates = sorted(set(per_replica_batch_sizes)), {}
+    print("per replica   global   examples/s, measured: median (lowest … highest)")
+    while size := next_size(sizes, rates):
+        ends, new = [], []
+        most = max(itertools.chain(*itertools.chain(*rates.values())), default=0)
+
+        class Clock(tf.keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None, size=size, ends=ends, new=new, most=most):
+                ends.append(time.perf_counter())
+                if len(ends) > 1:
+                    new.append(size * replicas * self.params["steps"] / (ends[-1] - ends[-2]))
+                if len(new) > 2:  # its best was repeated twice, or it is hopeless, or enough is enough
+                    repeated, hopeless = sorted(new)[-3] > 0.97 * max(new), max(new) < 0.7 * most
+                    self.model.stop_training = repeated or hopeless or len(new) > 6
+
+        try:
+            train(size, Clock())
+        except (tf.errors.ResourceExhaustedError, MemoryError) as error:
+            reason = re.search(r".*(OOM when|ut of memory|nable to allocate).*|$", str(error)).group()
+            print(f"{size:11}   does not fit, nor will larger ones. {type(error).__name__}: {reason}")
+            sizes, rates = [n for n in sizes if n < size], {n: rates[n] for n in rates if n < size}
+            continue
+        _check(len(new) > 2, f"train({size}, clock) ran {len(ends)} epochs: fit 4 or more, with callbacks=[clock].")
+        rates.setdefault(size, []).append(new)
+        middle = statistics.median(new)
+        print(f"{size:11} {size * replicas:8}   {middle:,.0f} ({min(new):,.0f} … {max(new):,.0f})")
+    if not rates:
+        return Tuned(None, 0.0, [])
+    every = {size: list(itertools.chain(*trainings)) for size, trainings in sorted(rates.items())}
+    rows = [BatchTiming(n, n * replicas, statistics.median(of), min(of), max(of)) for n, of in every.items()]
+    best, sure = how_sure(rates)
+    print(f"{best} per replica is within 5 % of the best of {len(rows)} sizes: {sure:.0%} sure, measured.")
+    return Tuned(best, sure, rows)
