@@ -55,7 +55,8 @@ def _check(accepted: bool, sentence: str) -> None:
 def check_parameters(**parameters: object) -> None:
     """Refuse bad parameters by name, before any work: `check_parameters(dataset=dataset, epochs=epochs)`.
 
-    Raises `Refused` for the first that is not one of `CHOICES`, or no whole number from 1 (`seed`: 0) to its `LIMITS`.
+    Raises `Refused` for the first that is not one of `CHOICES`, or no whole number from 1 (`seed`, `classes`: 0) to its
+    `LIMITS`.
     """
     for name, value in parameters.items():
         if name in CHOICES:
@@ -260,7 +261,7 @@ if "tensorflow" not in sys.modules:
 
 
 def __getattr__(name: str):
-    """What measures is in tpu_measure.py, which only notebooks 2 and 5 need: from here it is found there."""
+    """What measures is in tpu_measure.py, which notebooks 2 and 5 build: from here it is found there."""
     if name in ("throughput", "diagnose", "tune_batch_size"):
         import tpu_measure
 

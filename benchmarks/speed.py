@@ -1,6 +1,6 @@
 """What a reader would type (the listing), the kit, JAX and PyTorch, side by side on this machine: *measured*.
 
-    python benchmarks/speed.py                                 # ten minutes on 2 cores; writes build/bench/
+    python benchmarks/speed.py                                 # a quarter of an hour; writes build/bench/
     python benchmarks/speed.py --only pipeline,fit --rounds 3  # of pipeline, fit, jpeg, helpers, tune
     python benchmarks/speed.py --record                        # also recorded/speed.json, its picture, and the README
     python benchmarks/speed.py --readme                        # the README from recorded/speed.json, without measuring
@@ -402,9 +402,10 @@ def performance(content: dict) -> str:
     return f"""## How fast it is
 
 `make bench` lets what one would type without the kit (the listing), the kit, JAX and PyTorch take turns on one machine,
-and divides their rates within each of {content["rounds"]} rounds (of helpers and jpeg there are more). The kit's `fit`
-is the faster of its two rows, named below. All of it was recorded on {content["date"]}, and none of it on a TPU:
-{machine["cpu"]}, {machine["cores"]} cores, load before {machine["load_before"]}, {machine["versions"]}.
+and divides their rates within each of {content["rounds"]} rounds (of helpers and jpeg there are more).
+The listing does not augment. The kit's `fit` is the faster of its two rows, named below. All of it was recorded on
+{content["date"]}, and none of it on a TPU: {machine["cpu"]}, {machine["cores"]} cores,
+load before {machine["load_before"]}, {machine["versions"]}.
 What holds back where a target is not met is in [`benchmarks/speed.md`](benchmarks/speed.md).
 
 | section | batch | ratio, recorded | median (lowest … highest) | target | |

@@ -231,11 +231,11 @@ def test_shuffled_is_a_shuffle(tf):
 def test_replicas_share_a_global_batch(tf):
     strategy = tpu_helpers.virtual_strategy(2)
     batches = iter(strategy.experimental_distribute_dataset(make_dataset(IMAGES, LABELS, 8, replicas=2)))
-    for _ in range(3):
+    for _ in range(2):  # both within the first epoch
         images, labels = next(batches)
         assert [part.shape for part in strategy.experimental_local_results(images)] == [(4, 28, 28, 1)] * 2
         parts = [part.numpy() for part in strategy.experimental_local_results(labels)]
-        assert len(set(np.concatenate(parts))) == 8 or len(LABELS) % 8
+        assert len(set(np.concatenate(parts))) == 8
 
 
 def test_each_epoch_has_every_example_once_in_a_new_order(tf):
@@ -526,10 +526,10 @@ def test_how_sure_falls_where_two_sizes_overlap():
 
 
 def test_next_size_goes_on_until_it_is_sure():
-    known = {4: [[1, 1, 1]], 8: [[90, 100, 118, 119]] * 2, 16: [[90, 99, 100, 117]] * 2}
+    known = {4: [[1, 1, 1]], 8: [[80, 100, 100, 119]] * 2, 16: [[80, 99, 100, 117]] * 2}
     assert next_size([4, 8, 16], {size: known[size] for size in (8, 16)}) == 4
     assert next_size([4, 8, 16], known) is None, "five trainings of three sizes are enough"
-    assert next_size([4, 8, 16, 32, 64, 128], known | {32: [[1, 1, 1]]} | {64: [[1, 1, 1]]}) in (8, 16, None)
+    assert next_size([1, 2, 4, 8, 16, 32], known) in (8, 16), "here they are not, and it is not sure"
 
 
 def test_tune_batch_size_prints_and_returns_what_it_measured(tf, capsys):
