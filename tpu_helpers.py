@@ -358,6 +358,7 @@ def make_dataset(
     count, size = len(images), global_batch_size
     batches = 2**20 // (math.prod(images.shape[1:]) * size)  # in 1 MiB: so many are prepared together
     portion = size * max(1, batches if training else 1)
+    several = [portion // size] if portion > size else []
     with tf.device("CPU:0"):  # the data stay on the host
         images, labels = tf.constant(images), tf.constant(labels)
     if not training and count % size:
@@ -374,11 +375,11 @@ def make_dataset(
     def scale(images, labels):  # and cut the portion into batches
         images = images if dtype == "uint8" else tf.cast(images, tf.float32) / 255
         batch = tf.cast(images, dtype), tf.one_hot(labels, classes) if classes else labels
-        return tuple(tf.reshape(array, [-1, size, *array.shape[1:]]) for array in batch)
+        return tuple(tf.reshape(array, [*several, size, *array.shape[1:]]) for array in batch)
 
     parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
     dataset = tf.data.Dataset.counter() if training else tf.data.Dataset.range(count // size)
     dataset = dataset.map(gather, **parallel)
-    if training and augmented:
-        dataset = dataset.enumerate().map(change, **parallel)
-    return dataset.map(scale, **parallel).unbatch().prefetch(tf.data.AUTOTUNE)
+    dataset = dataset.enumerate().map(change, **parallel) if training and augmented else dataset
+    dataset = dataset.map(scale, **parallel)
+    return (dataset.unbatch() if several else dataset).prefetch(tf.data.AUTOTUNE)

@@ -165,83 +165,150 @@ def diagnose(dataset, model, tpu: str | None = None, *, seconds=0.1) -> Diagnosi
     return Diagnosis(pipeline, step, costs, slowest)
 
 
+def pulse() -> tuple[float, float]:
+    """GB/s at which the cores hand each other 4 MiB, and at which one core copies as much: *measured*, now, in 3 ms.
+
+    Built in notebooks/05_tune_batch_size.ipynb. On a virtual machine the first can fall to a quarter for seconds, when
+    its cores share no cache, or others use them: a slow phase, in which the kernels of a step wait for each other, too.
+    """
+    import numpy as np
+    import tensorflow as tf
+
+    own, copy = np.ones([2, 1024, 1024], "float32")
+    together, alone = [], []
+    with tf.device("CPU:0"):
+        shared = tf.constant(own)
+        for _ in range(9):
+            began = time.perf_counter()
+            shared = tf.reverse(shared, [0])  # each core reads what another one wrote
+            between = time.perf_counter()
+            np.copyto(copy, own[::-1])
+            together.append(between - began)
+            alone.append(time.perf_counter() - between)
+    return tuple(2 * own.nbytes / statistics.median(seconds) / 1e9 for seconds in (together, alone))
+
+
 def how_sure(rates: dict) -> tuple[int, float]:
     """The fastest of {size: [rates of a training, …]}, and how sure it is that it is within 5 % of the best of them.
 
-    Built in notebooks/05_tune_batch_size.ipynb. Sure is the share of 300 resamplings (a bootstrap) in which it is.
+    Built in notebooks/05_tune_batch_size.ipynb. Sure is the share of 300 resamplings (a bootstrap), of trainings and of
+    their epochs, in which it is.
     """
-    every = {size: list(itertools.chain(*trainings)) for size, trainings in rates.items()}
-    draw, best = random.Random(0).choices, max(every, key=lambda size: sorted(every[size])[-2])
-    draws = [{size: sorted(draw(of, k=len(of)))[-2] for size, of in every.items()} for _ in range(300)]
+    draw = random.Random(0).choices
+
+    def second(trainings):
+        return sorted(itertools.chain(*trainings))[-2]
+
+    def again(trainings):
+        return second(draw(training, k=len(training)) for training in draw(trainings, k=len(trainings)))
+
+    best = max(rates, key=lambda size: second(rates[size]))
+    draws = [{size: again(trainings) for size, trainings in rates.items()} for _ in range(300)]
     return best, sum(drawn[best] >= 0.95 * max(drawn.values()) for drawn in draws) / len(draws)
 
 
 def next_size(sizes: list[int], rates: dict) -> int | None:
     """The size to measure next on the climb to the fastest, None at the end. `rates`: {size: [rates of a training, …]}.
 
-    Built in notebooks/05_tune_batch_size.ipynb. Starts in the middle; looks above and below the best so far, and once
-    more, later, at what comes near it (above, where curves are flat, at half of it), for a machine may have been slow;
-    then again at what is within a tenth, until it is 95 % sure, or has done as many trainings as there are sizes.
+    Built in notebooks/05_tune_batch_size.ipynb. Starts in the middle; looks above and below the best so far; then again
+    at all within a tenth of it, three times and until it is 95 % sure, in fewer trainings than there are sizes.
     """
     if not rates:
         return sizes[len(sizes) // 2] if sizes else None
-    top = {size: max(sorted(training)[-2] for training in trainings) for size, trainings in rates.items()}
     best, sure = how_sure(rates)
-    place, done = sizes.index(best), {size: len(trainings) for size, trainings in rates.items()}
+    place = sizes.index(best)
+    top = {size: sorted(itertools.chain(*of))[-2] for size, of in rates.items()}
     near = sizes[place + 1 : place + 2] + sizes[max(place - 1, 0) : place]
-    unknown = [size for size in near if size not in top]
-    doubtful = [n for n in near if done.get(n) == 1 and top[n] > top[best] * (0.5 if n > best else 0.85)]
-    if not unknown + doubtful and sure < 0.95 and sum(done.values()) < len(sizes):
-        doubtful = sorted((size for size in top if top[size] > 0.9 * top[best]), key=done.get)
-    return next(iter(unknown + doubtful), None)
+    unknown = [size for size in near if size not in rates]
+    rivals = [size for size in rates if top[size] > 0.9 * top[best]]
+    fewest = min(rivals, key=lambda size: len(rates[size]))
+    enough = len(rivals) == 1 or (sure >= 0.95 and len(rates[fewest]) > 2)
+    if unknown or enough or sum(map(len, rates.values())) > len(sizes) - 2:
+        return next(iter(unknown), None)
+    return fewest
+
+
+def calm(trainings: list, beats: list) -> list:
+    """[[rate, …] of a training, …] without the epochs in slow phases. `trainings`: [[(rate, pulse), …] of one, …].
+
+    Built in notebooks/05_tune_batch_size.ipynb. `beats`: all that `pulse` has said. Empty if there is one training with
+    fewer than two others; after a second, or on a machine that is always slow, every epoch counts.
+    """
+    limit = 0.35 * max(itertools.chain(*beats))
+    kept = [[rate for rate, shared in each if shared > limit] for each in trainings]
+    kept = [each for each in kept if len(each) > 1]
+    every = len(trainings) > 1 or (len(beats) > 20 and max(beats)[0] < limit)
+    return kept or [[rate for rate, _ in each] for each in trainings if every]
+
+
+def time_training(train, size: int, replicas: int, beats: list, most: float) -> list[tuple]:
+    """[(examples/s, pulse), …] of a training's epochs but the first, which traces and compiles: *measured*.
+
+    Built in notebooks/05_tune_batch_size.ipynb. Ends it after three calm epochs, when two of them are hopeless beside
+    `most`, or after eight of any kind.
+    """
+    import tensorflow as tf
+
+    epochs = []
+
+    class Clock(tf.keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            beats.append(pulse())
+            self.began = time.perf_counter()
+
+        def on_epoch_end(self, epoch, logs=None):
+            rate = size * replicas * self.params["steps"] / (time.perf_counter() - self.began)
+            beats.append(pulse())
+            if epoch:
+                epochs.append((rate, min(beats[-2:])[0]))
+            known = list(itertools.chain(*calm([epochs], beats)))
+            hopeless = len(known) > 1 and max(known) < 0.7 * most
+            self.model.stop_training = hopeless or len(known) > 2 or len(epochs) > 7
+
+    train(size, Clock())
+    _check(len(epochs) > 1, f"train({size}, clock) ran too few epochs: fit 4 or more, with callbacks=[clock].")
+    return epochs
 
 
 def tune_batch_size(train, per_replica_batch_sizes, replicas: int) -> Tuned:
     """Find the fastest per-replica batch size: climb from the middle, and end a training when enough is known.
 
     Built in notebooks/05_tune_batch_size.ipynb. `train(per_replica_batch_size, clock)` builds, compiles and fits a
-    model for 4 epochs or more with `callbacks=[clock]`, which ends it after 8 or sooner; the first (tracing, compiling)
-    is not counted. A size's second fastest epoch counts: other load only slows epochs down (docs.python.org, timeit),
-    and one alone may be luck. A size that does not fit ends the climb. Prints a row for each training, and returns the
-    fastest size, how sure it is that this is within 5 % of the best measured (by resampling the epochs; that the sizes
-    left out are no faster is assumed), and a row for each size. Raises `Refused` for sizes that are no whole numbers,
-    and for too few epochs.
+    model for 4 epochs or more (9 let it wait) with `callbacks=[clock]`, which ends it sooner; the first (tracing,
+    compiling) is not counted, nor are epochs in slow phases of the machine (`pulse`); a training with no others is done
+    once more. A size's second fastest epoch counts: other load only slows epochs down (docs.python.org, timeit), and
+    one alone may be luck. A size that does not fit ends the climb. Prints a row for each training, and returns the
+    fastest size, how sure it is that this is within 5 % of the best measured (by resampling trainings and epochs; that
+    the sizes left out are no faster is assumed), and a row for each size. Raises `Refused` for sizes that are no whole
+    numbers, and for too few epochs.
     """
     _check(len(per_replica_batch_sizes) > 0, "per_replica_batch_sizes is empty: pass sizes to try, as in [8, 16, 32].")
     for size in per_replica_batch_sizes:
         check_parameters(per_replica_batch_size=size, replicas=replicas)
     import tensorflow as tf
 
-    sizes, rates = sorted(set(per_replica_batch_sizes)), {}
+    sizes, timed, rates, beats = sorted(set(per_replica_batch_sizes)), {}, {}, [pulse()]
     print("per replica   global   examples/s, measured: median (lowest … highest)")
-    while size := next_size(sizes, rates):
-        ends, new = [], []
+    while size := next(iter(timed.keys() - rates.keys()), None) or next_size(sizes, rates):
         most = max(itertools.chain(*itertools.chain(*rates.values())), default=0)
-
-        class Clock(tf.keras.callbacks.Callback):
-            def on_epoch_end(self, epoch, logs=None, size=size, ends=ends, new=new, most=most):
-                ends.append(time.perf_counter())
-                if len(ends) > 1:
-                    new.append(size * replicas * self.params["steps"] / (ends[-1] - ends[-2]))
-                if len(new) > 2:  # its best was repeated twice, or it is hopeless, or enough is enough
-                    repeated, hopeless = sorted(new)[-3] > 0.97 * max(new), max(new) < 0.7 * most
-                    self.model.stop_training = repeated or hopeless or len(new) > 6
-
         try:
-            train(size, Clock())
+            epochs = time_training(train, size, replicas, beats, most)
         except (tf.errors.ResourceExhaustedError, MemoryError) as error:
             reason = re.search(r".*(OOM when|ut of memory|nable to allocate).*|$", str(error)).group()
             print(f"{size:11}   does not fit, nor will larger ones. {type(error).__name__}: {reason}")
-            sizes, rates = [n for n in sizes if n < size], {n: rates[n] for n in rates if n < size}
-            continue
-        _check(len(new) > 2, f"train({size}, clock) ran {len(ends)} epochs: fit 4 or more, with callbacks=[clock].")
-        rates.setdefault(size, []).append(new)
-        middle = statistics.median(new)
-        print(f"{size:11} {size * replicas:8}   {middle:,.0f} ({min(new):,.0f} … {max(new):,.0f})")
+            sizes, timed = [n for n in sizes if n < size], {n: timed[n] for n in timed if n < size}
+        else:
+            timed.setdefault(size, []).append(epochs)
+            slow = "" if calm([epochs], beats) else ", in a slow phase of the machine"
+            new = [rate for rate, _ in epochs]
+            spread = f"{statistics.median(new):,.0f} ({min(new):,.0f} … {max(new):,.0f})"
+            print(f"{size:11} {size * replicas:8}   {spread}{slow}")
+        rates = {n: found for n, trainings in sorted(timed.items()) if (found := calm(trainings, beats))}
     if not rates:
         return Tuned(None, 0.0, [])
-    every = {size: list(itertools.chain(*trainings)) for size, trainings in sorted(rates.items())}
+    every = {size: list(itertools.chain(*trainings)) for size, trainings in rates.items()}
     rows = [BatchTiming(n, n * replicas, statistics.median(of), min(of), max(of)) for n, of in every.items()]
     best, sure = how_sure(rates)
-    print(f"{best} per replica is within 5 % of the best of {len(rows)} sizes: {sure:.0%} sure, measured.")
+    found = f"{best} per replica is within 5 % of the best of {len(rows)} sizes"
+    print(f"{found}: {sure:.0%} sure by resampling, measured.")
     return Tuned(best, sure, rows)

@@ -72,7 +72,7 @@ def test_fit_reaches_97_percent_on_held_out_digits(tmp_path):
     assert accuracy >= 97
 
 
-@pytest.mark.parametrize("virtual_replicas", [1, 2, 8])
+@pytest.mark.parametrize("virtual_replicas", [2, 8])  # 1 is the default
 @pytest.mark.parametrize("name", TRAINING)
 def test_runs_on_any_number_of_replicas(name, virtual_replicas, tmp_path):
     said = printed(execute(name, tmp_path, virtual_replicas=virtual_replicas, **SMALL[name]))

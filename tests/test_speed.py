@@ -49,9 +49,10 @@ def test_the_kits_fit_is_its_faster_row(speed):
     (row,) = speed.ratios({"fit": {"128": rates}}, [])
     assert (row["of"], row["median"], row["met"]) == ("kit, XLA", 1.0, False)  # > 1 is asked for
     machine = dict.fromkeys(("cpu", "cores", "versions", "load_before"), "")
-    content = {"ratios": [row], "missing": [], "rounds": 3, "date": "", "machine": machine}
+    content = {"ratios": [row], "missing": [], "rounds": 3, "date": "", "machine": machine, "again": 4}
     line = "| fit | 128 | kit, XLA / PyTorch, indexed | 1.00 (0.50 … 2.00) | > 1 | not met |\n"
     assert line in speed.performance(content)
+    assert "were repeated: 4.\nWhat holds back" in speed.performance(content)
 
 
 def test_of_ten_choices_the_worst_is_judged(speed):
@@ -149,6 +150,23 @@ def test_a_missing_peer_is_one_sentence_and_the_rest_runs(speed, monkeypatch, ca
     assert list(rates) == ["kit, uint8"]
     assert len(rates["kit, uint8"]) == 1
     assert "Without PyTorch, indexed: KeyError: 'PyTorch, indexed' (pip install" in capsys.readouterr().out
+
+
+def test_a_turn_in_a_slow_phase_is_repeated(speed, monkeypatch):
+    given = small(speed)
+    given.tries, given.pulses = 5, iter([True, False, True, True, True])  # before, after the first turn, …
+    monkeypatch.setattr(speed, "calm", lambda beats: next(given.pulses, True))
+    monkeypatch.setattr(speed, "WORKERS", {"pipeline": {"kit, uint8": None}})
+    rates = speed.side_by_side(given, "pipeline", 128, "")
+    assert given.again == ["kit, uint8"] * 2, "the turn it came in, and the one it was seen before"
+    assert len(rates["kit, uint8"]) == 1
+
+
+def test_calm_knows_a_slow_phase(speed, monkeypatch):
+    pulses = iter([(90.0, 80.0), (25.0, 100.0), (36.0, 80.0)])
+    monkeypatch.setattr(speed.tpu_measure, "pulse", lambda: next(pulses))
+    beats = []
+    assert [speed.calm(beats) for _ in range(3)] == [True, False, True]
 
 
 @pytest.mark.parametrize(
