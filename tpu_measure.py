@@ -168,8 +168,8 @@ def diagnose(dataset, model, tpu: str | None = None, *, seconds=0.1) -> Diagnosi
 def pulse() -> tuple[float, float]:
     """GB/s at which the cores hand each other 4 MiB, and at which one core copies as much: *measured*, now, in 3 ms.
 
-    Built in notebooks/05_tune_batch_size.ipynb. On a virtual machine the first can fall to a quarter for seconds, when
-    its cores share no cache, or others use them: a slow phase, in which the kernels of a step wait for each other, too.
+    Built in notebooks/05_tune_batch_size.ipynb. On a virtual machine the first can fall to a quarter for seconds (for
+    want of a common cache, or as others use the cores): a slow phase, in which a step's kernels are slower, too.
     """
     import numpy as np
     import tensorflow as tf
