@@ -32,7 +32,7 @@ test-hosts: setup
 test-browser: $(VENV)/ready-browser
 	@$(BIN)/python -m pytest -m browser
 
-# The listing, the kit, JAX and PyTorch in turns, twenty minutes; RECORD=anew writes the README's section from it.
+# The listing, the kit, JAX and PyTorch in turns, half an hour; RECORD=anew writes the README's section from it.
 bench: $(VENV)/ready-bench
 	@$(BIN)/python benchmarks/speed.py $(if $(filter anew,$(RECORD)),--record)
 

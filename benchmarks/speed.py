@@ -1,6 +1,6 @@
 """What a reader would type (the listing), the kit, JAX and PyTorch, side by side on this machine: *measured*.
 
-    python benchmarks/speed.py                                 # twenty minutes; writes build/bench/
+    python benchmarks/speed.py                                 # half an hour; writes build/bench/
     python benchmarks/speed.py --only pipeline,fit --rounds 3  # of pipeline, fit, jpeg, helpers, tune
     python benchmarks/speed.py --record                        # also recorded/speed.json, its picture, and the README
     python benchmarks/speed.py --readme                        # the README from recorded/speed.json, without measuring
