@@ -207,11 +207,12 @@ def how_sure(rates: dict) -> tuple[int, float]:
     return best, sum(drawn[best] >= 0.95 * max(drawn.values()) for drawn in draws) / len(draws)
 
 
-def next_size(sizes: list[int], rates: dict) -> int | None:
+def next_size(sizes: list[int], rates: dict, trainings: int) -> int | None:
     """The size to measure next on the climb to the fastest, None at the end. `rates`: {size: [rates of a training, …]}.
 
     Built in notebooks/05_tune_batch_size.ipynb. Starts in the middle; looks above and below the best so far; then again
-    at all within a tenth of it, three times and until it is 95 % sure, in fewer trainings than there are sizes.
+    at all within a tenth of it (30 % after a single training), three times and until it is 95 % sure, in at most as
+    many trainings as there are sizes. `trainings` is how many there were, also in slow phases.
     """
     if not rates:
         return sizes[len(sizes) // 2] if sizes else None
@@ -220,10 +221,10 @@ def next_size(sizes: list[int], rates: dict) -> int | None:
     top = {size: sorted(itertools.chain(*of))[-2] for size, of in rates.items()}
     near = sizes[place + 1 : place + 2] + sizes[max(place - 1, 0) : place]
     unknown = [size for size in near if size not in rates]
-    rivals = [size for size in rates if top[size] > 0.9 * top[best]]
+    rivals = [size for size, of in rates.items() if top[size] > (0.9 if len(of) > 1 else 0.7) * top[best]]
     fewest = min(rivals, key=lambda size: len(rates[size]))
     enough = len(rivals) == 1 or (sure >= 0.95 and len(rates[fewest]) > 2)
-    if unknown or enough or sum(map(len, rates.values())) > len(sizes) - 2:
+    if unknown or enough or trainings >= len(sizes):
         return next(iter(unknown), None)
     return fewest
 
@@ -234,7 +235,7 @@ def calm(trainings: list, beats: list) -> list:
     Built in notebooks/05_tune_batch_size.ipynb. `beats`: all that `pulse` has said. Empty if there is one training with
     fewer than two others; after a second, or on a machine that is always slow, every epoch counts.
     """
-    limit = 0.35 * max(itertools.chain(*beats))
+    limit = 0.45 * max(itertools.chain(*beats))
     kept = [[rate for rate, shared in each if shared > limit] for each in trainings]
     kept = [each for each in kept if len(each) > 1]
     every = len(trainings) > 1 or (len(beats) > 20 and max(beats)[0] < limit)
@@ -245,7 +246,7 @@ def time_training(train, size: int, replicas: int, beats: list, most: float) -> 
     """[(examples/s, pulse), …] of a training's epochs but the first, which traces and compiles: *measured*.
 
     Built in notebooks/05_tune_batch_size.ipynb. Ends it after three calm epochs, when two of them are hopeless beside
-    `most`, or after eight of any kind.
+    `most`, or after six of any kind.
     """
     import tensorflow as tf
 
@@ -263,7 +264,7 @@ def time_training(train, size: int, replicas: int, beats: list, most: float) -> 
                 epochs.append((rate, min(beats[-2:])[0]))
             known = list(itertools.chain(*calm([epochs], beats)))
             hopeless = len(known) > 1 and max(known) < 0.7 * most
-            self.model.stop_training = hopeless or len(known) > 2 or len(epochs) > 7
+            self.model.stop_training = hopeless or len(known) > 2 or len(epochs) > 5
 
     train(size, Clock())
     _check(len(epochs) > 1, f"train({size}, clock) ran too few epochs: fit 4 or more, with callbacks=[clock].")
@@ -274,7 +275,7 @@ def tune_batch_size(train, per_replica_batch_sizes, replicas: int) -> Tuned:
     """Find the fastest per-replica batch size: climb from the middle, and end a training when enough is known.
 
     Built in notebooks/05_tune_batch_size.ipynb. `train(per_replica_batch_size, clock)` builds, compiles and fits a
-    model for 4 epochs or more (9 let it wait) with `callbacks=[clock]`, which ends it sooner; the first (tracing,
+    model for 4 epochs or more (7 let it wait) with `callbacks=[clock]`, which ends it sooner; the first (tracing,
     compiling) is not counted, nor are epochs in slow phases of the machine (`pulse`); a training with no others is done
     once more. A size's second fastest epoch counts: other load only slows epochs down (docs.python.org, timeit), and
     one alone may be luck. A size that does not fit ends the climb. Prints a row for each training, and returns the
@@ -287,10 +288,10 @@ def tune_batch_size(train, per_replica_batch_sizes, replicas: int) -> Tuned:
         check_parameters(per_replica_batch_size=size, replicas=replicas)
     import tensorflow as tf
 
-    sizes, timed, rates, beats = sorted(set(per_replica_batch_sizes)), {}, {}, [pulse()]
+    sizes, timed, rates, beats, tried = sorted(set(per_replica_batch_sizes)), {}, {}, [pulse()], 0
     print("per replica   global   examples/s, measured: median (lowest … highest)")
-    while size := next(iter(timed.keys() - rates.keys()), None) or next_size(sizes, rates):
-        most = max(itertools.chain(*itertools.chain(*rates.values())), default=0)
+    while size := next(iter(timed.keys() - rates.keys()), None) or next_size(sizes, rates, tried):
+        most, tried = max(itertools.chain(*itertools.chain(*rates.values())), default=0), tried + 1
         try:
             epochs = time_training(train, size, replicas, beats, most)
         except (tf.errors.ResourceExhaustedError, MemoryError) as error:

@@ -547,11 +547,11 @@ def test_pulse_is_of_this_machine():
 
 
 def test_next_size_starts_in_the_middle_and_ends():
-    assert next_size([8, 16, 32], {}) == 16
-    assert next_size([8, 16, 32], {16: [[1, 1, 1]]}) == 32
-    assert next_size([8, 16, 32], {16: [[2, 2, 2]], 32: [[1, 1, 1]]}) == 8
-    assert next_size([8, 16, 32], {16: [[2, 2, 2]], 32: [[0.9, 0.9, 9]], 8: [[1, 1, 1]]}) is None
-    assert next_size([], {}) is None
+    assert next_size([8, 16, 32], {}, 0) == 16
+    assert next_size([8, 16, 32], {16: [[1, 1, 1]]}, 1) == 32
+    assert next_size([8, 16, 32], {16: [[2, 2, 2]], 32: [[1, 1, 1]]}, 2) == 8
+    assert next_size([8, 16, 32], {16: [[2, 2, 2]], 32: [[0.9, 0.9, 9]], 8: [[1, 1, 1]]}, 3) is None
+    assert next_size([], {}, 0) is None
 
 
 def test_how_sure_falls_where_two_sizes_overlap():
@@ -571,9 +571,10 @@ def test_how_sure_falls_where_trainings_of_one_size_differ():
 
 def test_next_size_goes_on_until_it_is_sure():
     known = {4: [[1, 1, 1]], 8: [[80, 100, 100, 119]] * 2, 16: [[80, 99, 100, 117]] * 2}
-    assert next_size([4, 8, 16], {size: known[size] for size in (8, 16)}) == 4
-    assert next_size([4, 8, 16], known) is None, "five trainings of three sizes are enough"
-    assert next_size([1, 2, 4, 8, 16, 32, 64], known) in (8, 16), "here they are not, and it is not sure"
+    assert next_size([4, 8, 16], {size: known[size] for size in (8, 16)}, 4) == 4
+    assert next_size([4, 8, 16], known, 5) is None, "five trainings of three sizes are enough"
+    assert next_size([8, 16, 32], {16: [[2, 2, 2]], 32: [[1.5, 1.5, 1.5]], 8: [[1, 1, 1]]}, 2) == 16, "bad luck?"
+    assert next_size([1, 2, 4, 8, 16, 32, 64], known, 5) in (8, 16), "here they are not, and it is not sure"
 
 
 def test_tune_batch_size_prints_and_returns_what_it_measured(tf, capsys):

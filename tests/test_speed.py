@@ -163,7 +163,7 @@ def test_a_turn_in_a_slow_phase_is_repeated(speed, monkeypatch):
 
 
 def test_calm_knows_a_slow_phase(speed, monkeypatch):
-    pulses = iter([(90.0, 80.0), (25.0, 100.0), (36.0, 80.0)])
+    pulses = iter([(90.0, 80.0), (25.0, 100.0), (46.0, 80.0)])
     monkeypatch.setattr(speed.tpu_measure, "pulse", lambda: next(pulses))
     beats = []
     assert [speed.calm(beats) for _ in range(3)] == [True, False, True]
