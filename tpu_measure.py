@@ -211,8 +211,8 @@ def next_size(sizes: list[int], rates: dict, trainings: int) -> int | None:
     """The size to measure next on the climb to the fastest, None at the end. `rates`: {size: [rates of a training, …]}.
 
     Built in notebooks/05_tune_batch_size.ipynb. Starts in the middle; looks above and below the best so far; then again
-    at all within a tenth of it (30 % after a single training), three times and until it is 95 % sure, in at most as
-    many trainings as there are sizes. `trainings` is how many there were, also in slow phases.
+    at all within a tenth of it (30 % after a single training), three times and until it is 95 % sure, in fewer
+    trainings than there are sizes. `trainings` is how many there were, also in slow phases.
     """
     if not rates:
         return sizes[len(sizes) // 2] if sizes else None
@@ -224,7 +224,7 @@ def next_size(sizes: list[int], rates: dict, trainings: int) -> int | None:
     rivals = [size for size, of in rates.items() if top[size] > (0.9 if len(of) > 1 else 0.7) * top[best]]
     fewest = min(rivals, key=lambda size: len(rates[size]))
     enough = len(rivals) == 1 or (sure >= 0.95 and len(rates[fewest]) > 2)
-    if unknown or enough or trainings >= len(sizes):
+    if unknown or enough or trainings >= len(sizes) - 1:
         return next(iter(unknown), None)
     return fewest
 

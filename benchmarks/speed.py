@@ -3,6 +3,7 @@
     python benchmarks/speed.py                                 # half an hour; writes build/bench/
     python benchmarks/speed.py --only pipeline,fit --rounds 3  # of pipeline, fit, jpeg, helpers, tune
     python benchmarks/speed.py --record                        # also recorded/speed.json, its picture, and the README
+    python benchmarks/speed.py --record --only tune            # anew one section of this machine's record
     python benchmarks/speed.py --readme                        # the README from recorded/speed.json, without measuring
 
 Each competitor is a process of its own, which prepares once and then waits: they take turns, one round of each, in
@@ -508,6 +509,24 @@ def machine(load: float) -> dict:
     }
 
 
+def merged(given, content: dict | None = None) -> dict:
+    """`content` with the sections that were not measured now taken from the record; `Refused` if that is another's."""
+    if not RECORDED.exists() or set(given.only) == set(SECTIONS):
+        return content or {}
+    kept, now = json.loads(RECORDED.read_text()), machine(0)
+    alike = {"rounds": given.rounds} | {name: now[name] for name in ("cpu", "cores", "versions")}
+    other = next((name for name, value in alike.items() if (kept | kept["machine"])[name] != value), "")
+    if other:
+        raise tpu_helpers.Refused(f"--record: recorded/speed.json has other {other}: leave out --only.")
+    if content:
+        kept["date"] += "" if kept["date"] == content["date"] else f" ({', '.join(given.only)}: {content['date']})"
+        kept["samples"] |= content["samples"]
+        kept["again"] += content["again"]
+        kept["tune"] = content["tune"] or kept["tune"]
+        kept["ratios"] = ratios(kept["samples"], kept["tune"].get("runs", []))
+    return kept
+
+
 def benchmark(given) -> dict:
     samples, tuned, load = {}, {}, round(os.getloadavg()[0], 2)
     os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TPU_LOAD_LIBRARY": "0"}
@@ -548,8 +567,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         raise tpu_helpers.Refused(f"--only {unknown[0]} is unknown: pass some of {','.join(SECTIONS)}.")
     if given.rounds < 1:
         raise tpu_helpers.Refused(f"--rounds {given.rounds} cannot be used: pass 1 or more.")
-    if given.record and (given.small or set(given.only) != set(SECTIONS)):
-        raise tpu_helpers.Refused("--record keeps a whole run: leave out --only and --small.")
+    if given.record and given.small:
+        raise tpu_helpers.Refused("--record keeps no figures that mean nothing: leave out --small.")
+    if given.record:
+        merged(given)  # refused before the work, if at all
     given.count, given.pictures, given.seconds, given.tries = (
         (2048, 64, 0.0, 1) if given.small else (60_000, 192, 1.0, 4)
     )
@@ -565,8 +586,9 @@ def main(arguments: list[str] | None = None) -> int:
             write_readme()
         else:
             content, json_here = benchmark(given), given.out / "speed.json"
-            places = {json_here: given.out / "speed.png"} | ({RECORDED: PICTURE} if given.record else {})
-            for path, picture in places.items():
+            places = {json_here: (given.out / "speed.png", content)}
+            places |= {RECORDED: (PICTURE, merged(given, content))} if given.record else {}
+            for path, (picture, content) in places.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
                 draw(picture, content)

@@ -34,6 +34,19 @@ def test_the_readme_says_what_was_recorded(speed):
     assert content["ratios"] == json.loads(json.dumps(speed.ratios(content["samples"], content["tune"]["runs"])))
 
 
+def test_a_section_recorded_anew_takes_the_place_of_the_old_one(speed, monkeypatch):
+    before = json.loads((ROOT / "recorded" / "speed.json").read_text())
+    monkeypatch.setattr(speed, "machine", lambda load: before["machine"])
+    given = speed.parse(["--record", "--only", "helpers"])
+    slower = {name: [rate / 2 for rate in rates] for name, rates in before["samples"]["helpers"]["128"].items()}
+    new = {"date": "2999-01-01", "samples": {"helpers": {"128": slower}}, "again": 3, "tune": {}}
+    after = speed.merged(given, new)
+    assert after["samples"] == before["samples"] | new["samples"]
+    assert after["ratios"] == before["ratios"], "both are half as fast"
+    assert after["tune"] == before["tune"]
+    assert after["date"].endswith("(helpers: 2999-01-01)")
+
+
 def test_a_ratio_is_computed_within_each_round(speed):
     """The machine was twice as fast in the second round: the ratio of the medians would be 2.2."""
     rates = {"listing": [10.0, 30.0, 10.0], "kit, uint8": [30.0, 66.0, 31.0]}
@@ -174,7 +187,11 @@ def test_calm_knows_a_slow_phase(speed, monkeypatch):
     [
         (["--only", "fit,jpg"], "Refused: --only jpg is unknown: pass some of pipeline,fit,jpeg,helpers,tune.\n"),
         (["--rounds", "0"], "Refused: --rounds 0 cannot be used: pass 1 or more.\n"),
-        (["--record", "--only", "fit"], "Refused: --record keeps a whole run: leave out --only and --small.\n"),
+        (["--record", "--small"], "Refused: --record keeps no figures that mean nothing: leave out --small.\n"),
+        (
+            ["--record", "--only", "fit", "--rounds", "7"],
+            "Refused: --record: recorded/speed.json has other rounds: leave out --only.\n",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_in_one_sentence(speed, capsys, arguments, sentence):
