@@ -573,7 +573,9 @@ def test_next_size_goes_on_until_it_is_sure():
     known = {4: [[1, 1, 1]], 8: [[80, 100, 100, 119]] * 2, 16: [[80, 99, 100, 117]] * 2}
     assert next_size([4, 8, 16], {size: known[size] for size in (8, 16)}, 4) == 4
     assert next_size([4, 8, 16], known, 5) is None, "five trainings of three sizes are enough"
-    assert next_size([8, 16, 32], {16: [[2, 2, 2]], 32: [[1.5, 1.5, 1.5]], 8: [[1, 1, 1]]}, 2) == 16, "bad luck?"
+    once = {16: [[2, 2, 2]], 32: [[1.5, 1.5, 1.5]], 8: [[1, 1, 1]]}
+    assert next_size([4, 8, 16, 32, 64], once, 3) == 16, "and then 32: that may have been bad luck"
+    assert next_size([4, 8, 16, 32, 64], once | {32: [[1.5, 1.5, 1.5]] * 2}, 3) is None
     assert next_size([1, 2, 4, 8, 16, 32, 64], known, 5) in (8, 16), "here they are not, and it is not sure"
 
 
