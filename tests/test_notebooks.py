@@ -21,7 +21,7 @@ SMALL = {  # few steps: these runs are about the number of replicas
     "02_build_input_pipeline": {"per_replica_batch_size": 4},
     "03_build_model_in_scope": {"per_replica_batch_size": 2, "steps": 3},
     "04_fit": {"per_replica_batch_size": 8, "epochs": 2},
-    "05_tune_batch_size": {"per_replica_batch_size": 8, "largest_per_replica_batch_size": 16, "epochs": 2},
+    "05_tune_batch_size": {"per_replica_batch_size": 8, "largest_per_replica_batch_size": 32, "epochs": 2},
     "06_enable_mixed_bfloat16": {"per_replica_batch_size": 8, "epochs": 1},
     "07_ask_the_tpu_compiler": {},
 }
