@@ -7,9 +7,9 @@
     python benchmarks/speed.py --readme                        # the README from recorded/speed.json, without measuring
 
 Each competitor is a process of its own, which prepares once and then waits: they take turns, one round of each, in
-another order each time. A turn during which the machine was in a slow phase (its pulse, notebook 5) is repeated.
-A ratio is computed within a round; shown is the median of all rounds, and lowest … highest. A target that is not met is
-said, and is no error.
+another order each time. A turn in which the machine was in a slow phase (its pulse, notebook 5) is repeated,
+up to three times. A ratio is computed within a round; shown is the median of all rounds, and lowest … highest. A target
+that is not met is said, and is no error.
 """
 
 from __future__ import annotations
@@ -436,8 +436,8 @@ def performance(content: dict) -> str:
         names, target = f"{row['of']} / {row['to']}", f"{row['target']} | {verdict(row)}"
         rows.append(f"| {row['section']} | {batch} | {names} | {figures(row)} | {target} |")
     absent = f"\nNot there, so left out: {'; '.join(content['missing'])}.\n" if content["missing"] else ""
-    again = f"Turns in a slow phase of the machine (its pulse, notebook 5) were repeated: {content.get('again')}.\n"
-    again = again if "again" in content else ""
+    slow = f"Tries in a slow phase of the machine (its pulse, notebook 5): {content.get('again')}; of four in a row the"
+    slow = f"{slow}\nlast one counts all the same.\n" if "again" in content else ""
     return f"""## How fast it is
 
 `make bench` lets what one would type without the kit (the listing), the kit, JAX and PyTorch take turns on one machine,
@@ -445,7 +445,7 @@ and divides their rates within each of {content["rounds"]} rounds (of helpers an
 The listing does not augment. The kit's `fit` is the faster of its two rows, named below. All of it was recorded on
 {content["date"]}, and none of it on a TPU: {machine["cpu"]}, {machine["cores"]} cores,
 load before {machine["load_before"]}, {machine["versions"]}.
-{again}What holds back where a target is not met is in [`benchmarks/speed.md`](benchmarks/speed.md).
+{slow}What holds back where a target is not met is in [`benchmarks/speed.md`](benchmarks/speed.md).
 
 | section | batch | ratio, recorded | median (lowest … highest) | target | |
 | --- | --- | --- | --- | --- | --- |
@@ -475,7 +475,9 @@ def draw(path: Path, content: dict) -> None:
     ]
     with matplotlib.style.context(["tableau-colorblind10", {"axes.spines.top": False, "axes.spines.right": False}]):
         figure = Figure(figsize=(10, 1 + 1.3 * len(panels)), layout="constrained")
-        on = f"measured on {content['machine']['cores']} cores, {content['date']}"
+        on = (
+            f"{'recorded' if path == PICTURE else 'measured'} on {content['machine']['cores']} cores, {content['date']}"
+        )
         figure.suptitle(
             f"thousand examples/s, {on}: median of {content['rounds']} rounds, lowest … highest", fontsize=11
         )
