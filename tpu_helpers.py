@@ -18,20 +18,16 @@ import mmap
 import numbers
 import os
 import re
+import reprlib
 import socket
 import sys
 import tempfile
-from pathlib import Path
 
 CHOICES = {"dataset": ("digits", "mnist"), "dtype": ("float32", "bfloat16", "float16", "uint8")}
-LIMITS = {"virtual_replicas": 64, "per_replica_batch_size": 2**30, "epochs": 10_000, "steps": 10**6, "seed": 2**31 - 1}
+LIMITS = {"virtual_replicas": 64, "per_replica_batch_size": 2**30, "epochs": 10_000, "seed": 2**31 - 1}
+LIMITS |= {"steps": 10**6, "repeats": 1000}
 TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly")  # each overwrites the others' files
 CHIPS = ("/dev/accel0", "/dev/vfio/0")  # where TensorFlow's XLA looks for a TPU in this machine
-PCI = "/sys/bus/pci/devices"  # where Linux lists them all
-CHIP_KINDS = {"0x0027": "v2 or v3, 16 or 32", "0x005e": "v4, 32", "0x0062": "v5p, 95", "0x0063": "v5e, 16"}
-CHIP_KINDS |= {"0x006f": "v6e, 32", "0x0076": "TPU7x, which TensorFlow does not support, 192"}
-HOSTS = {"KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "COLAB_RELEASE_TAG": "Colab", "BINDER_LAUNCH_HOST": "Binder"}
-SHOWN = ("TPU_NAME", "TPU_ACC", "TPU_LOAD", "TPU_SKIP", "ISTPUVM", "TF_USE_LEGACY", *HOSTS)
 PATIENCE = 30  # seconds to wait for an answer from the network
 RUN = "run this once in a new cell, restart the kernel, run all cells:\n"
 CHOOSE = "choose a TPU runtime (Colab: Runtime → Change runtime type; Kaggle: Settings → Accelerator), run all cells."
@@ -49,23 +45,42 @@ class Refused(ValueError):
 
 def _check(accepted: bool, sentence: str) -> None:
     if not accepted:
-        raise Refused(sentence)
+        raise Refused(" ".join(sentence.split()))
+
+
+def _check_kind(kind: type, **values: object) -> None:
+    for name, value in values.items():
+        wrong = f"{name}={reprlib.repr(value)} cannot be used: pass {getattr(kind, '__name__', kind)}."
+        _check(isinstance(value, kind), wrong)
+
+
+def _shape(value: object, kinds: str) -> tuple | None:
+    with contextlib.suppress(Exception):  # what NumPy cannot make an array of can raise anything
+        import numpy as np
+
+        array = np.asarray(value)
+        return array.shape if array.dtype.kind in kinds else None
 
 
 def check_parameters(**parameters: object) -> None:
     """Refuse bad parameters by name, before any work: `check_parameters(dataset=dataset, epochs=epochs)`.
 
-    Raises `Refused` for the first that is not one of `CHOICES`, or no whole number from 1 (`seed`, `classes`: 0) to its
-    `LIMITS`.
+    Raises `Refused` for the first that is not one of its `CHOICES`, no name (`tpu`), or else no whole number from 1
+    (`seed`, `classes` and `start`: 0) to its `LIMITS`.
     """
     for name, value in parameters.items():
+        if name == "tpu":
+            _check_kind(str | None, tpu=value)
+            continue
         if name in CHOICES:
             known = ", ".join(map(repr, CHOICES[name]))
-            _check(isinstance(value, str) and value in CHOICES[name], f"{name}={value!r} is unknown: pass {known}.")
+            accepted = isinstance(value, str) and value in CHOICES[name]
+            _check(accepted, f"{name}={reprlib.repr(value)} is unknown: pass {known}.")
             continue
-        least, most = int(name not in ("seed", "classes")), LIMITS.get(name, 2**40)
+        least, most = int(name not in ("seed", "classes", "start")), LIMITS.get(name, 2**40)
         accepted = isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= value <= most
-        _check(accepted, f"{name}={value!r} cannot be used: pass a whole number from {least} to {most:,}.")
+        remedy = f"pass a whole number from {least} to {most:,}"
+        _check(accepted, f"{name}={reprlib.repr(value)} cannot be used: {remedy}.")
 
 
 @contextlib.contextmanager
@@ -119,6 +134,7 @@ def virtual_strategy(replicas: int):
 
 def installed(*packages: str) -> str:
     """Those of the packages that are installed here, with their versions, such as "libtpu 0.0.21.1"."""
+    _check(all(isinstance(name, str) and name for name in packages), f"packages={reprlib.repr(packages)}: pass names.")
     there = [name for name in packages if any(importlib.metadata.distributions(name=name))]
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in there)
 
@@ -128,6 +144,7 @@ def tpu_functions(library: str) -> set[bytes]:
 
     Built in notebooks/01_connect_to_tpu.ipynb. Comparing the two says whether they fit. Empty if there is no file.
     """
+    _check_kind(str | os.PathLike, library=library)
     if not os.path.isfile(library) or not os.path.getsize(library):
         return set()
     with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -136,6 +153,7 @@ def tpu_functions(library: str) -> set[bytes]:
 
 def chip_holders(chip: str) -> set[str]:
     """Pids of other processes that have a chip's device file open. Built in notebooks/01_connect_to_tpu.ipynb."""
+    _check_kind(str, chip=chip)
     pids = set()
     for file in glob.glob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # another user's, or gone meanwhile
@@ -149,6 +167,7 @@ def find_tpu(tpu: str | None = None) -> tuple[str, str, str]:
     Built in notebooks/01_connect_to_tpu.ipynb. `tpu` as for `connect`. Only looks at files, and needs no TensorFlow:
     with a libtpu that does not fit, its import would end the process.
     """
+    _check_kind(str | None, tpu=tpu)
     chip = next(filter(os.path.exists, CHIPS), None)
     tpu = tpu or os.environ.get("TPU_NAME") or ("local" if chip else "")
     if not chip and tpu in ("", "local"):
@@ -182,8 +201,7 @@ def connect(tpu: str | None = None, virtual_replicas: int = 1):
     chips in this machine; left out, TPU_NAME is read, then chips are looked for. An address has `PATIENCE` seconds to
     answer. `virtual_replicas` stand in where there is neither TPU nor GPU. Raises `Refused` as `virtual_strategy` does.
     """
-    check_parameters(virtual_replicas=virtual_replicas)
-    _check(tpu is None or isinstance(tpu, str), f"tpu={tpu!r} is not a name: pass a string, such as tpu='local'.")
+    check_parameters(tpu=tpu, virtual_replicas=virtual_replicas)
     with quietly():
         import tensorflow as tf
     import grpc  # TensorFlow brings it
@@ -219,40 +237,6 @@ def connect(tpu: str | None = None, virtual_replicas: int = 1):
     return strategy
 
 
-def describe(strategy=None) -> str:
-    """A table to paste into a bug report: host, TPU, replicas, HBM, versions, and what is unusual about them.
-
-    Used in notebooks/01_connect_to_tpu.ipynb. Chips are told by their PCI ids (github.com/jax-ml/jax,
-    jax/_src/hardware_utils.py); HBM is what docs.cloud.google.com/tpu/docs states for a chip, not read from it.
-    """
-    _check(strategy is None or hasattr(strategy, "num_replicas_in_sync"), f"{strategy=} is no strategy: pass one.")
-    google = [file for file in Path(PCI).glob("*/vendor") if file.read_text().strip() == "0x1ae0"]
-    kinds = [CHIP_KINDS.get(file.with_name("device").read_text().strip()) for file in google]
-    chips = [f"{kinds.count(kind)} × {kind} GiB of HBM" for kind in {*kinds} - {None}]
-    tensorflow, keras = installed(*TENSORFLOWS), installed("tf-keras", "keras")
-    legacy = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # as TensorFlow reads it
-    tpu, problem, _ = find_tpu()
-    unusual = {
-        problem: tpu and problem,
-        "a TPU on the PCI bus, but no device file: is this a container without --device?": chips and not tpu,
-        "several TensorFlow packages, which overwrite each other's files": "," in tensorflow,
-        "tf.keras is Keras 3, whose maintainers do not test it with TPUStrategy": not legacy,
-        "TF_USE_LEGACY_KERAS asks for tf-keras, which is not installed": legacy and "tf-keras" not in keras,
-    }
-    rows = {
-        "host": ", ".join(host for name, host in HOSTS.items() if name in os.environ) or "your own",
-        "TPU": f"{tpu or 'none'} (chips on the PCI bus: {', '.join(chips) or 'none'})",
-        "strategy": strategy and f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} replica(s)",
-        "TensorFlow": tensorflow or "not installed",
-        "Keras": f"{keras or 'not installed'}; tf.keras is {'tf_keras' if legacy else 'keras'}",
-        "Python": f"{sys.version.split()[0]} on {sys.platform}, {os.cpu_count()} CPU cores",
-        "others": installed("libtpu", "jax", "jaxlib", "protobuf", "numpy"),
-        "environment": " ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(SHOWN)),
-        "unusual": "; ".join(text for text, true in unusual.items() if true) or "nothing",
-    }
-    return "\n".join(f"{name:12} {text}" for name, text in rows.items())
-
-
 if "tensorflow" not in sys.modules:
     if importlib.util.find_spec("tf_keras"):
         os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
@@ -261,8 +245,9 @@ if "tensorflow" not in sys.modules:
 
 
 def __getattr__(name: str):
-    """What measures is in tpu_measure.py, which notebooks 2 and 5 build: from here it is found there."""
-    if name in ("throughput", "diagnose", "tune_batch_size"):
+    """What describes, explains and measures is in tpu_measure.py: from here it is found there."""
+    if name in ("describe", "explain", "throughput", "diagnose", "tune_batch_size"):
+        _check(bool(importlib.util.find_spec("tpu_measure")), f"{name} is in tpu_measure.py: put it beside this file.")
         import tpu_measure
 
         return getattr(tpu_measure, name)
@@ -299,6 +284,14 @@ def load_data(dataset: str = "digits") -> tuple[tuple, tuple]:
     return tuple((images[..., None], labels.astype("int32")) for images, labels in parts)
 
 
+def _check_augmented(images, key, is_tensor) -> None:
+    known = is_tensor(key) or _shape(key, "iu") == (2,)
+    _check(known, f"key={reprlib.repr(key)} is no key: pass two whole numbers.")
+    known = is_tensor(images) or len(_shape(images, "iuf") or ()) == 4
+    wrong = f"images={reprlib.repr(images)} cannot be used: pass an array of numbers, [n, height, width, channels]."
+    _check(known, wrong)
+
+
 def augment(images, key):
     """Each image turned by up to ±12°, scaled by up to ±12 % and shifted by up to ±2 pixels.
 
@@ -307,6 +300,7 @@ def augment(images, key):
     """
     import tensorflow as tf
 
+    _check_augmented(images, key, tf.is_tensor)
     count, height, width, _ = images.shape
     turn, scale, right, down = tf.unstack(tf.random.stateless_uniform([4, count], key, -1.0, 1.0))
     cos, sin = (1 + 0.12 * scale) * tf.cos(0.21 * turn), (1 + 0.12 * scale) * tf.sin(0.21 * turn)
@@ -322,6 +316,11 @@ def augment(images, key):
     )
 
 
+def _check_places(place) -> None:
+    accepted = getattr(getattr(place, "dtype", None), "name", "") == "int64" and len(place.shape) == 1
+    _check(accepted, f"place={reprlib.repr(place)} cannot be used: pass an array of int64 [n].")
+
+
 def shuffled(place, count: int, seed: int):
     """Which of `count` examples stands at each place of an endless row of epochs, each of them in another order.
 
@@ -331,28 +330,39 @@ def shuffled(place, count: int, seed: int):
     """
     import tensorflow as tf
 
+    check_parameters(count=count, seed=seed)
+    _check_places(place)
     mixed = place // count * 0x1E3779B97F4A7C15 + tf.constant(seed, tf.int64) * 0x3F58476D1CE4E5B9
     key = tf.bitwise.right_shift(mixed[:, tf.newaxis], tf.constant([32, 40, 48], tf.int64))
     return tf.raw_ops.RandomIndexShuffle(index=place % count, seed=key, max_index=count - 1, rounds=16)
 
 
+def _check_images(images, labels, kinds: str) -> None:
+    shape, dtype = _shape(images, "iuf") or (), getattr(images, "dtype", type(images).__name__)
+    _check(len(shape) == 4 and 0 not in shape, f"images has {shape=}: pass an array [n, height, width, channels].")
+    _check(dtype == "uint8", f"images has {dtype=!s}: pass an array of uint8, 0…255, which make_dataset scales.")
+    wrong = f"labels has shape={_shape(labels, kinds)}: pass an array of a number for each of {len(images):,} images."
+    _check(_shape(labels, kinds) == shape[:1], wrong)
+
+
 def make_dataset(
-    images, labels, global_batch_size, *, training=True, augmented=True, classes=0, replicas=1, seed=0, dtype="float32"
-):
+    images, labels, global_batch_size, *, training=True, augmented=True, classes=0, replicas=1, seed=0,
+    dtype="float32", start=0
+):  # fmt: skip
     """Shuffle indices, gather, augment, scale, cut into batches, prefetch: whole batches, all of one static shape.
 
     Built in notebooks/02_build_input_pipeline.ipynb. `images` uint8 [n, height, width, channels] become `dtype` [batch,
     height, width, channels], 0…1 ("uint8": 0…255); `labels` [n] stay as they are, or with `classes` become one-hot
     float32 [batch, classes]. For training endless, each epoch in another order, `augmented`, and the same for the same
-    seed; else one pass in order, which says how many examples it leaves out. Raises `Refused` for anything else.
+    seed; else one pass in order, which says how many examples it leaves out. `start`: steps already taken, to go on
+    after them. Raises `Refused` for anything else.
     """
-    check_parameters(global_batch_size=global_batch_size, replicas=replicas, seed=seed, dtype=dtype, classes=classes)
-    import numpy as np
+    check_parameters(global_batch_size=global_batch_size, replicas=replicas, seed=seed, dtype=dtype)
+    check_parameters(classes=classes, start=start)
     import tensorflow as tf
 
-    _check(np.ndim(images) == 4, f"images has shape {np.shape(images)}: pass [n, height, width, channels].")
-    _check(images.dtype == "uint8", f"images has dtype {images.dtype}: pass uint8, 0…255, scaled by make_dataset.")
-    _check(len(labels) == len(images), f"labels has length {len(labels)}: pass one for each of {len(images):,} images.")
+    _check_kind(bool, training=training, augmented=augmented)
+    _check_images(images, labels, "iu" if classes else "iuf")
     _check(global_batch_size <= len(images), f"{global_batch_size=} exceeds the data: pass at most {len(images)}.")
     _check(global_batch_size % replicas == 0, f"{global_batch_size=} is not divisible by {replicas=}: pass a multiple.")
     count, size = len(images), global_batch_size
@@ -378,8 +388,11 @@ def make_dataset(
         return tuple(tf.reshape(array, [*several, size, *array.shape[1:]]) for array in batch)
 
     parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
-    dataset = tf.data.Dataset.counter() if training else tf.data.Dataset.range(count // size)
-    dataset = dataset.map(gather, **parallel)
-    dataset = dataset.enumerate().map(change, **parallel) if training and augmented else dataset
+    first, rest = divmod(start * size, portion)
+    numbers = tf.data.Dataset.counter(first) if training else tf.data.Dataset.range(first, count // size)
+    dataset = numbers.map(gather, **parallel)
+    dataset = dataset.enumerate(first).map(change, **parallel) if training and augmented else dataset
     dataset = dataset.map(scale, **parallel)
-    return (dataset.unbatch() if several else dataset).prefetch(tf.data.AUTOTUNE)
+    dataset = dataset.unbatch() if several else dataset
+    dataset = dataset.skip(rest // size) if rest else dataset
+    return dataset.prefetch(tf.data.AUTOTUNE)

@@ -1,19 +1,70 @@
-"""Measure a pipeline, a training step and batch sizes: one file beside tpu_helpers.py, which notebooks 2 and 5 build.
+"""Describe a machine, explain an error, measure pipeline, step and batch sizes: one file beside tpu_helpers.py.
 
-Apart from it because nothing that trains needs it, and so that tpu_helpers.py stays small. As there, each function is
+Apart from it because nothing that trains needs it, and so that tpu_helpers.py stays small. As there, what measures is
 first built by hand in the notebook its docstring names: the same, but for hints, imports and checks.
 """
 
 import importlib.util
 import itertools
 import numbers
+import os
 import random
 import re
+import reprlib
 import statistics
+import sys
 import time
 from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from tpu_helpers import Refused, _check, check_parameters
+from tpu_helpers import TENSORFLOWS, Refused, _check, _check_kind, check_parameters, find_tpu, installed
+
+PCI = "/sys/bus/pci/devices"  # where Linux lists them all
+CHIP_KINDS = {"0x0027": "v2 or v3, 16 or 32", "0x005e": "v4, 32", "0x0062": "v5p, 95", "0x0063": "v5e, 16"}
+CHIP_KINDS |= {"0x006f": "v6e, 32", "0x0076": "TPU7x, which TensorFlow does not support, 192"}
+HOSTS = {"KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "COLAB_RELEASE_TAG": "Colab", "BINDER_LAUNCH_HOST": "Binder"}
+SHOWN = ("TPU_NAME", "TPU_ACC", "TPU_LOAD", "TPU_SKIP", "ISTPUVM", "TF_USE_LEGACY", *HOSTS)
+
+MESSAGES = {  # part of a message: what it means and what to do, shown in notebooks/09_when_it_breaks.ipynb
+    r"No module named 'tensorflow'": "TensorFlow is not installed, as on Colab's TPU runtimes: connect() says how.",
+    r"provide a TPU Name": "there is no TPU here and none was named: choose a TPU runtime, or pass its name.",
+    r"Op 'ConfigureDistributedTPU'": "this TensorFlow was built without TPUs: connect() names the cell to run.",
+    r"found for '/device:TPU|No TPU platform": "TensorFlow finds no chip, or a libtpu it cannot drive: ask connect().",
+    r"TPU is already in use": "another process holds the chip: shut its kernel down, then restart this one.",
+    r"context_id|incarnation|to all addresses|Socket closed|reset by peer|Reinitializing the TPU": "the TPU's worker "
+    "is gone or was restarted, with all that lay on it: restart the kernel, connect, load what was kept.",
+    r"scheme '\[local\]'": "the TPU's worker is another machine that cannot read this disk: use a bucket, or for a "
+    "tf.train.Checkpoint CheckpointOptions(experimental_io_device='/job:localhost').",
+    r'created in the distribution|inside "with strategy': "a model was built outside the strategy's scope: build "
+    "it inside, compile it inside.",
+    r"Mixing different tf.distribute.Str": "two strategies in one model: connect once, and use that strategy only.",
+    r"not support pure eager": "strategy.run got a plain function: call it inside one that is a @tf.function.",
+    r"singleton tf.Variables|non-first call": "a step made variables when it was called: make model, optimizer and "
+    "metrics before it, in the scope.",
+    r"being in cross-replica context": "strategy.run or strategy.reduce was called inside the step: call it outside.",
+    r"outside the replica context": "what belongs into a replica was called outside: call it in what strategy.run "
+    "runs.",
+    r"'PerReplica'": "each replica has its own value: make one of them by strategy.reduce.",
+    r"losses\.Reduction|loss reduction when": "the loss does not know the global batch: reduction='none', then "
+    "tf.nn.compute_average_loss.",
+    r"evenly divisible|to reshape|Cannot reshape": "a size does not fit; if only at the end of an epoch, the last "
+    "batch is smaller: batch(n, drop_remainder=True).",
+    r"shapes of loop body|compile-time const": "a shape depends on values, and a TPU's program has fixed ones: pad.",
+    r"unsupported operations|No registered '\w+' OpK": "strings, Python and decoding cannot be compiled: move them "
+    "into the tf.data pipeline.",
+    r"Trying to access resource": "jit_compile=True on several replicas: leave it out, a TPU compiles anyway.",
+    r"feed a value for placeholder": "Keras 3 cannot run several steps in one execution with the default all-reduce: "
+    "pass cross_device_ops=tf.distribute.ReductionToOneDevice() to MirroredStrategy, or steps_per_execution=1.",
+    r"RESOURCE_EXHAUSTED|ResourceExhausted|Ran out of memory|That was not possible": "it does not fit: a smaller "
+    "per-replica batch, or mixed_bfloat16.",
+    r"to be a \w+ tensor but|not match type float": "two types met, often float64, which is NumPy's own, and "
+    "float32: x.astype('float32').",
+    r"outside the valid range": "a label is no class of the model (a TPU says nothing): look at labels.min(), .max().",
+    r"ran out of data|End of sequence|StopIteration": "the data ended before the steps did: repeat(), or fewer steps.",
+    r"Received: labels.shape|equal `logits|same first dim|rank \(ndim\)": "one-hot labels need another loss than "
+    "whole numbers: not Sparse….",
+}
 
 ADVICE = {  # for the slowest stage of a pipeline
     "map": "give it whole batches, num_parallel_calls=tf.data.AUTOTUNE, or cache() what stays the same",
@@ -22,11 +73,91 @@ ADVICE = {  # for the slowest stage of a pipeline
     "": "leave it out, or do it once, before cache()",
 }
 
-
 Throughput = namedtuple("Throughput", "median lowest highest")
 Diagnosis = namedtuple("Diagnosis", "pipeline step stages slowest")
 BatchTiming = namedtuple("BatchTiming", "per_replica_batch_size global_batch_size median lowest highest")
 Tuned = namedtuple("Tuned", "per_replica_batch_size sure rows")
+
+
+def describe(strategy=None) -> str:
+    """A table to paste into a bug report: host, TPU, replicas, HBM, versions, and what is unusual about them.
+
+    Used in notebooks/01_connect_to_tpu.ipynb. Chips are told by their PCI ids (github.com/jax-ml/jax,
+    jax/_src/hardware_utils.py); HBM is what docs.cloud.google.com/tpu/docs states for a chip, not read from it.
+    """
+    accepted = strategy is None or hasattr(strategy, "num_replicas_in_sync")
+    _check(accepted, f"strategy={reprlib.repr(strategy)} is no strategy: pass one.")
+    google = [file for file in Path(PCI).glob("*/vendor") if file.read_text().strip() == "0x1ae0"]
+    kinds = [CHIP_KINDS.get(file.with_name("device").read_text().strip()) for file in google]
+    chips = [f"{kinds.count(kind)} × {kind} GiB of HBM" for kind in {*kinds} - {None}]
+    tensorflow, keras = installed(*TENSORFLOWS), installed("tf-keras", "keras")
+    legacy = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # as TensorFlow reads it
+    tpu, problem, _ = find_tpu()
+    unusual = {
+        problem: tpu and problem,
+        "a TPU on the PCI bus, but no device file: is this a container without --device?": chips and not tpu,
+        "several TensorFlow packages, which overwrite each other's files": "," in tensorflow,
+        "tf.keras is Keras 3, whose maintainers do not test it with TPUStrategy": not legacy,
+        "TF_USE_LEGACY_KERAS asks for tf-keras, which is not installed": legacy and "tf-keras" not in keras,
+    }
+    rows = {
+        "host": ", ".join(host for name, host in HOSTS.items() if name in os.environ) or "your own",
+        "TPU": f"{tpu or 'none'} (chips on the PCI bus: {', '.join(chips) or 'none'})",
+        "strategy": strategy and f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} replica(s)",
+        "TensorFlow": tensorflow or "not installed",
+        "Keras": f"{keras or 'not installed'}; tf.keras is {'tf_keras' if legacy else 'keras'}",
+        "Python": f"{sys.version.split()[0]} on {sys.platform}, {os.cpu_count()} CPU cores",
+        "others": installed("libtpu", "jax", "jaxlib", "protobuf", "numpy"),
+        "environment": " ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(SHOWN)),
+        "unusual": "; ".join(text for text, true in unusual.items() if true) or "nothing",
+    }
+    return "\n".join(f"{name:12} {text}" for name, text in rows.items())
+
+
+def explain(error: Exception | str) -> str:
+    """What an exception or its message means, and what to do; the message itself if it is none of `MESSAGES`.
+
+    Built in notebooks/09_when_it_breaks.ipynb, which provokes them: their texts are of TensorFlow 2.20 and 2.21.
+    """
+    _check_kind(str | BaseException, error=error)
+    said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return next((meaning for pattern, meaning in MESSAGES.items() if re.search(pattern, said)), said)
+
+
+def check_shards(paths: list, parse) -> int:
+    """How many records these TFRecord files hold: each is read and parsed once, before a training waits for it.
+
+    Built in notebooks/02_build_input_pipeline.ipynb. `parse(record)` is what the pipeline maps. Raises `Refused`, with
+    the file's name, for one that is not there, is empty, damaged, or of another schema. A file that was cut between two
+    records is whole to all that can be seen: compare the number returned with the one you wrote.
+    """
+    _check_kind(Sequence, paths=paths)
+    _check(not isinstance(paths, str | bytes), f"paths={reprlib.repr(paths)} is one name: pass a list of names.")
+    _check(len(paths) > 0, "paths=[] has no file: pass the names of the shards.")
+    for path in paths:
+        _check_kind(str | os.PathLike, path=path)
+        _check(bool(str(path)), "path='' cannot be used: pass the name of a shard.")
+    _check(callable(parse), f"parse={reprlib.repr(parse)} is no function: pass what the pipeline maps.")
+    import tensorflow as tf
+
+    total = 0
+    for path in map(os.fspath, paths):
+        count, parsed = 0, tf.data.TFRecordDataset([path]).map(parse, num_parallel_calls=tf.data.AUTOTUNE)
+        try:
+            for _ in parsed:
+                count += 1
+        except tf.errors.NotFoundError:
+            raise Refused(f"{path} is not there: pass the names of shards that are.") from None
+        except tf.errors.OpError as error:
+            around = r"(?s)\{\{.*?\}\} |Error in .* iterator: \S+ |\.?\s*(\[\[|\[Op:).*"
+            reason, remedy = re.sub(around, "", error.message)[:200], "read it with the parse it was written for"
+            if isinstance(error, tf.errors.DataLossError):
+                remedy = "the file is damaged, copy or write it anew, or leave it out"
+            raise Refused(f"{path}, record {count}: {reason}: {remedy}.") from None
+        if not count:
+            raise Refused(f"{path} has no records: write it anew, or leave it out.")
+        total += count
+    return total
 
 
 def throughput(batches, global_batch_size: int, step=None, *, steps=20, repeats=5) -> Throughput:
@@ -36,6 +167,8 @@ def throughput(batches, global_batch_size: int, step=None, *, steps=20, repeats=
     `steps` warm up. `step(batch)` returns a scalar, which is read after `steps`. Raises `Refused` if batches end early.
     """
     check_parameters(global_batch_size=global_batch_size, steps=steps, repeats=repeats)
+    _check_kind(Iterable, batches=batches)
+    _check(step is None or callable(step), f"step={reprlib.repr(step)} is no function: pass one of a batch.")
     iterator, rates = iter(batches), []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -49,17 +182,41 @@ def throughput(batches, global_batch_size: int, step=None, *, steps=20, repeats=
 
 
 def _check_tpu(tpu: str | None) -> None:
-    _check(tpu is None or bool(importlib.util.find_spec("tpu_compiler")), f"{tpu=} needs tpu_compiler.py: get it, too.")
+    _check(
+        tpu is None or bool(importlib.util.find_spec("tpu_compiler")),
+        f"tpu={reprlib.repr(tpu)} needs tpu_compiler.py: get it, too.",
+    )
     if tpu is not None:
         from tpu_compiler import TOPOLOGIES
 
-        _check(tpu in TOPOLOGIES, f"{tpu=} is unknown: pass one of {', '.join(TOPOLOGIES)}.")
+        accepted = isinstance(tpu, str) and tpu in TOPOLOGIES
+        _check(accepted, f"tpu={reprlib.repr(tpu)} is unknown: pass one of {', '.join(TOPOLOGIES)}.")
+
+
+def _check_batches(dataset) -> None:
+    import tensorflow as tf
+
+    _check(hasattr(dataset, "element_spec"), f"dataset={reprlib.repr(dataset)} is none: pass a tf.data.Dataset.")
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
+    batched = all(shape is not None and shape.rank and shape[0] for shape in shapes) and shapes
+    _check(bool(batched), f"dataset has elements of the shapes {shapes}: batch(n, drop_remainder=True).")
+
+
+def _check_seconds(seconds: float) -> None:
+    accepted = isinstance(seconds, numbers.Real) and 0 < seconds <= 3600
+    _check(accepted, f"seconds={reprlib.repr(seconds)} cannot be used: pass a number above 0, at most 3600.")
+
+
+def _check_sizes(sizes: Sequence) -> None:
+    accepted, shown = isinstance(sizes, Sequence) and len(sizes) > 0, reprlib.repr(sizes)
+    _check(accepted, f"per_replica_batch_sizes={shown} has no sizes to try: pass a list, as in [8, 16, 32].")
 
 
 def _check_compiled(model) -> None:
     optimizer = getattr(model, "optimizer", None)
     _check(
-        hasattr(optimizer, "build"), f"model={model!r} has {optimizer=}: compile it, with one of today's optimizers."
+        hasattr(optimizer, "build"),
+        f"model={reprlib.repr(model)} has {optimizer=}: compile it, with one of today's optimizers.",
     )
 
 
@@ -71,6 +228,7 @@ def pipeline_stages(dataset) -> list[tuple]:
     """
     import tensorflow as tf
 
+    _check_batches(dataset)
     stages, examples = [], tf.nest.flatten(dataset.element_spec)[-1].shape[0]
     while True:
         name = re.sub("Parallel|Dataset|V[0-9]|_", "", type(dataset).__name__).lower()
@@ -94,6 +252,7 @@ def time_step(dataset, model, *, steps=20) -> Throughput:
     Raises `Refused` for a model that is not compiled.
     """
     check_parameters(steps=steps)
+    _check_batches(dataset)
     _check_compiled(model)
     optimizer = model.optimizer
     optimizer.build(model.trainable_variables)
@@ -121,7 +280,7 @@ def diagnose(dataset, model, tpu: str | None = None, *, seconds=0.1) -> Diagnosi
     "v5e-8", also says whether it would feed that slice, *predicted* by tpu_compiler.py. Returns the examples/s of both,
     µs an example by stage, and the slowest stage. Raises `Refused` for bad input.
     """
-    _check(isinstance(seconds, numbers.Real) and seconds > 0, f"{seconds=} cannot be used: pass a number above 0.")
+    _check_seconds(seconds)
     import tensorflow as tf
 
     _check(isinstance(dataset, tf.data.Dataset), f"dataset is a {type(dataset).__name__}: pass a tf.data.Dataset.")
@@ -283,7 +442,9 @@ def tune_batch_size(train, per_replica_batch_sizes, replicas: int) -> Tuned:
     the sizes left out are no faster is assumed), and a row for each size. Raises `Refused` for sizes that are no whole
     numbers, and for too few epochs.
     """
-    _check(len(per_replica_batch_sizes) > 0, "per_replica_batch_sizes is empty: pass sizes to try, as in [8, 16, 32].")
+    _check_sizes(per_replica_batch_sizes)
+    _check(callable(train), f"train={reprlib.repr(train)} is no function: pass one of a size and a clock.")
+    check_parameters(replicas=replicas)
     for size in per_replica_batch_sizes:
         check_parameters(per_replica_batch_size=size, replicas=replicas)
     import tensorflow as tf

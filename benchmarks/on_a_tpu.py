@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tpu_compiler
 import tpu_helpers
+import tpu_measure
 from tpu_helpers import Refused, check_parameters, installed
 
 OUT = Path(__file__).resolve().parent.parent / "build/on_a_tpu"
@@ -89,7 +90,7 @@ def replicas_of(name: str) -> int:
 def generation_name(accelerator: str, devices: list[str]) -> str:
     """ "v5e" of TPU_ACCELERATOR_TYPE ("v5litepod-8", "v5e-8"), else of PCI ids; "": unknown, as v2 or v3 by its id."""
     said = re.match(r"v\d+[a-z]*", accelerator.lower().replace("v5litepod", "v5e"))
-    kinds = [tpu_helpers.CHIP_KINDS.get(device, "").partition(",")[0] for device in devices]
+    kinds = [tpu_measure.CHIP_KINDS.get(device, "").partition(",")[0] for device in devices]
     return next((name for name in [said and said[0], *kinds] if name in tpu_compiler.GENERATIONS), "")
 
 
@@ -105,7 +106,7 @@ def find_slice(given: str, replicas: int) -> tuple[str, str]:
         raise Refused(
             f"--slice {given} has {replicas_of(given)} replica(s), and this TPU {replicas}: pass another, or none."
         )
-    google = [file for file in Path(tpu_helpers.PCI).glob("*/vendor") if file.read_text().strip() == "0x1ae0"]
+    google = [file for file in Path(tpu_measure.PCI).glob("*/vendor") if file.read_text().strip() == "0x1ae0"]
     devices = [file.with_name("device").read_text().strip() for file in google]
     generation = generation_name(given or os.environ.get("TPU_ACCELERATOR_TYPE", ""), devices)
     return generation, given or slice_name(generation, replicas)
@@ -287,7 +288,7 @@ def benchmark(given: argparse.Namespace) -> int:
         "schema": 1,
         "on_a_tpu": on_a_tpu,
         "date": datetime.date.today().isoformat(),
-        "host": next((host for name, host in tpu_helpers.HOSTS.items() if name in os.environ), "own"),
+        "host": next((host for name, host in tpu_measure.HOSTS.items() if name in os.environ), "own"),
         "slice": tpu,
         "generation": generation,
         "replicas": replicas,

@@ -16,6 +16,7 @@ import pytest
 from test_helpers import run_python
 
 import tpu_helpers
+import tpu_measure
 
 CONNECT = """
 import os, sys, tpu_helpers
@@ -278,7 +279,7 @@ def pci(tmp_path, monkeypatch):
             folder.mkdir(parents=True)
             (folder / "vendor").write_text(vendor + "\n")
             (folder / "device").write_text(device + "\n")
-        monkeypatch.setattr(tpu_helpers, "PCI", str(tmp_path / "pci"))
+        monkeypatch.setattr(tpu_measure, "PCI", str(tmp_path / "pci"))
 
     return write
 
@@ -289,9 +290,9 @@ def rows(text):
 
 def test_describe_a_machine_without_a_tpu(monkeypatch):
     monkeypatch.delenv("TPU_NAME", raising=False)
-    for host in tpu_helpers.HOSTS:
+    for host in tpu_measure.HOSTS:
         monkeypatch.delenv(host, raising=False)
-    table = rows(tpu_helpers.describe())
+    table = rows(tpu_measure.describe())
     assert table["host"] == "your own"
     assert table["TPU"].startswith("none (")
     assert table["TensorFlow"].startswith("tensorflow")
@@ -302,7 +303,7 @@ def test_describe_says_what_is_unusual(chip, pci, monkeypatch):
     pci(*[("0x1ae0", "0x0063")] * 8, ("0x1ae0", "0x0042"), ("0x8086", "0x0063"))  # eight v5e, a network card, another's
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-    table = rows(tpu_helpers.describe())
+    table = rows(tpu_measure.describe())
     assert table["host"] == "Kaggle"
     assert table["TPU"] == "local (chips on the PCI bus: 8 × v5e, 16 GiB of HBM)"
     assert "was built without TPUs" in table["unusual"]
@@ -312,36 +313,40 @@ def test_describe_says_what_is_unusual(chip, pci, monkeypatch):
 def test_describe_finds_a_chip_without_a_device_file(pci, monkeypatch):
     monkeypatch.delenv("TPU_NAME", raising=False)
     pci(("0x1ae0", "0x006f"))
-    table = rows(tpu_helpers.describe())
+    table = rows(tpu_measure.describe())
     assert table["TPU"] == "none (chips on the PCI bus: 1 × v6e, 32 GiB of HBM)"
     assert "no device file" in table["unusual"]
 
 
 def test_describe_notices_two_tensorflows_and_keras_3(tf, monkeypatch):
     several = {"tensorflow", "tensorflow-tpu"}
-    real = tpu_helpers.installed
+    real = tpu_measure.installed
     both = lambda *names: "tensorflow 2.21.0, tensorflow-tpu 2.20.0" if several <= {*names} else real(*names)  # noqa: E731
-    monkeypatch.setattr(tpu_helpers, "installed", both)
-    unusual = rows(tpu_helpers.describe())["unusual"]
+    monkeypatch.setattr(tpu_measure, "installed", both)
+    unusual = rows(tpu_measure.describe())["unusual"]
     assert "overwrite each other's files" in unusual
     assert ("Keras 3" in unusual) == (tf.keras.Model.__module__.split(".")[0] == "keras")
 
 
 @pytest.mark.parametrize(("variable", "part"), [("1", "asks for tf-keras, which is not"), ("0", "is Keras 3")])
 def test_describe_needs_no_keras(variable, part, monkeypatch):
-    monkeypatch.setattr(tpu_helpers, "installed", lambda *names: "")
+    monkeypatch.setattr(tpu_measure, "installed", lambda *names: "")
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", variable)
-    table = rows(tpu_helpers.describe())
+    table = rows(tpu_measure.describe())
     assert part in table["unusual"]
     assert table["Keras"].startswith("not installed")
 
 
+def test_describe_is_found_in_tpu_helpers_too():
+    assert tpu_helpers.describe is tpu_measure.describe
+
+
 def test_describe_refuses_what_is_no_strategy():
     with pytest.raises(tpu_helpers.Refused, match="strategy='TPU' is no strategy"):
-        tpu_helpers.describe("TPU")
+        tpu_measure.describe("TPU")
 
 
 def test_describe_names_strategy_and_replicas(tf):
-    said = rows(tpu_helpers.describe(tpu_helpers.virtual_strategy(2)))
+    said = rows(tpu_measure.describe(tpu_helpers.virtual_strategy(2)))
     assert said["strategy"] == "MirroredStrategy, 2 replica(s)"
     assert f"tf.keras is {tf.keras.Model.__module__.split('.')[0]}" in said["Keras"]

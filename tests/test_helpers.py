@@ -254,6 +254,23 @@ def test_the_same_seed_gives_the_same_examples(tf):
     assert not np.array_equal(first_three(5), first_three(6))
 
 
+@pytest.mark.parametrize("start", [0, 1, 3, 167, 168, 200])  # of images this small, 1 MiB has 167 batches of 8
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dataset_can_start_after_any_step(start, training, tf):
+    images, labels = np.tile(IMAGES, (80, 1, 1, 1)), np.arange(1600)
+    options = {"training": training, "seed": 5}
+    whole = make_dataset(images, labels, 8, **options).skip(start).take(3)
+    for expected, found in zip(whole, make_dataset(images, labels, 8, **options, start=start), strict=False):
+        assert np.array_equal(expected[0], found[0])
+        assert np.array_equal(expected[1], found[1])
+
+
+def test_a_dataset_that_starts_late_prepares_nothing_before(tf):
+    """No price: step 10^9 comes as soon as the first."""
+    images, _ = next(iter(make_dataset(IMAGES, LABELS, 8, start=10**9)))
+    assert images.shape == (8, 28, 28, 1)
+
+
 def test_augmentation_differs_between_epochs(tf):
     one = make_dataset(IMAGES[:1], LABELS[:1], 1)
     first, second = (images for images, _ in one.take(2).as_numpy_iterator())
@@ -307,10 +324,11 @@ REFUSED_DATASETS = {
     "unknown dtype": ({"dtype": "int8"}, "dtype='int8'"),
     "negative seed": ({"seed": -1}, "seed=-1"),
     "negative classes": ({"classes": -1}, "classes=-1"),
-    "images without channels": ({"images": IMAGES[..., 0]}, "images has shape (20, 28, 28)"),
-    "a list of images": ({"images": [1, 2]}, "images has shape (2,)"),
-    "images already scaled": ({"images": IMAGES / 255}, "images has dtype float64"),
-    "labels of another length": ({"labels": LABELS[:-1]}, "labels has length 19"),
+    "negative start": ({"start": -1}, "start=-1"),
+    "images without channels": ({"images": IMAGES[..., 0]}, "images has shape=(20, 28, 28)"),
+    "a list of images": ({"images": [1, 2]}, "images has shape=(2,)"),
+    "images already scaled": ({"images": IMAGES / 255}, "images has dtype=float64"),
+    "labels of another length": ({"labels": LABELS[:-1]}, "labels has shape=(19,)"),
 }
 
 
@@ -629,3 +647,47 @@ def test_tune_batch_size_refuses_too_few_epochs(tf):
     with pytest.raises(Refused) as refusal:
         tune_batch_size(trainer(tf, epochs=2), [8], replicas=1)
     assert_one_sentence(refusal, "ran too few epochs")
+
+
+# --- shards
+
+
+def write_shard(tf, path, count, feature="image"):
+    with tf.io.TFRecordWriter(str(path)) as file:
+        for number in range(count):
+            value = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
+            file.write(tf.train.Example(features=tf.train.Features(feature={feature: value})).SerializeToString())
+    return path
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+
+
+DAMAGED = {
+    "truncated": (lambda tf, path: path.write_bytes(path.read_bytes()[:-5]), ", record 8: truncated record at"),
+    "corrupt": (lambda tf, path: flip_a_byte(path), ", record 4: corrupted record at"),
+    "empty": (lambda tf, path: path.write_bytes(b""), "has no records: write it anew, or leave it out."),
+    "other schema": (
+        lambda tf, path: write_shard(tf, path, 3, "picture"),
+        "record 0: Feature: image (data type: int64) is required but could not be found: read it",
+    ),
+    "no records": (lambda tf, path: path.write_bytes(b"<html>not found</html>"), "record 0: corrupted record at 0"),
+    "missing": (lambda tf, path: path.unlink(), "is not there"),
+}
+
+
+@pytest.mark.parametrize(("damage", "part"), DAMAGED.values(), ids=DAMAGED)
+def test_check_shards_names_the_file_and_the_remedy(damage, part, tf, tmp_path):
+    def parse(record):
+        return tf.io.parse_single_example(record, {"image": tf.io.FixedLenFeature([], tf.int64)})
+
+    good, bad = (write_shard(tf, tmp_path / f"{name}.tfrecord", 9) for name in ("good", "bad"))
+    assert tpu_measure.check_shards([good, bad], parse) == 18
+    damage(tf, bad)
+    with pytest.raises(Refused) as refusal:
+        tpu_measure.check_shards([good, bad], parse)
+    assert_one_sentence(refusal, part)
+    assert str(refusal.value).startswith(str(bad))

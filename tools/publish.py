@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 MODULES = {  # that a notebook may import, and the files that each needs
     "tpu_helpers": ["tpu_helpers.py"],
+    "tpu_measure": ["tpu_measure.py"],
+    "tpu_keep": ["tpu_keep.py"],
     "tpu_compiler": ["tpu_compiler.py", "recorded/predictions.json"],
 }
 RAW = "https://raw.githubusercontent.com"

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 git config --global --add safe.directory "$PWD"
-python3 -m pip install --quiet papermill nbval pytest-xdist ruff scikit-learn matplotlib ipykernel
+python3 -m pip install --quiet papermill nbval pytest-xdist hypothesis ruff scikit-learn matplotlib ipykernel
 python3 -c "import tensorflow" || python3 -m pip install --quiet "tensorflow>=2.20,<2.22"
 version=$(python3 -c "import tensorflow as tf; print('.'.join(tf.__version__.split('.')[:2]))")
 python3 -c "import tf_keras" || python3 -m pip install --quiet --no-deps "tf-keras==$version.*"
