@@ -28,6 +28,7 @@ import math
 import os
 import platform
 import re
+import reprlib
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ INSTALL = "pip install jax jaxlib libtpu"  # as requirements-compiler.txt does
 APART = f"python3 -m venv apart, then apart/bin/pip install tensorflow tf-keras, apart/bin/{INSTALL}"
 RECORDED = [Path(__file__).resolve().parent / place for place in ("recorded/predictions.json", "predictions.json")]
 GIB = 2**30
+MOST = 1000  # topologies, batch sizes or policies in one sweep
 
 
 class Generation(NamedTuple):
@@ -685,12 +687,18 @@ def _renamed(answer: dict, layers: list[str]) -> dict:
     return answer | {"padding": padding, "instructions": renamed}
 
 
+def _shown(value: object) -> str:
+    """Short, and on one line."""
+    return " ".join(reprlib.repr(value).split())
+
+
 def _check_request(tpu, batch, policy) -> None:
     if not isinstance(tpu, str) or tpu.replace("v5litepod", "v5e") not in TOPOLOGIES:
-        raise Refused(f"{tpu=} is unknown: pass one of {', '.join(TOPOLOGIES)}.")
+        raise Refused(f"tpu={_shown(tpu)} is unknown: pass one of {', '.join(TOPOLOGIES)}.")
     check_parameters(per_replica_batch_size=batch)
-    if policy is not None and policy not in POLICIES:
-        raise Refused(f"{policy=} is unknown: pass {', '.join(map(repr, POLICIES))}, or None for the model's own.")
+    if policy is not None and (not isinstance(policy, str) or policy not in POLICIES):
+        known = ", ".join(map(repr, POLICIES))
+        raise Refused(f"policy={_shown(policy)} is unknown: pass {known}, or None for the model's own.")
 
 
 def _count(model) -> int:
@@ -744,10 +752,10 @@ def compile_for_tpu(
     """
     _check_request(tpu, per_replica_batch_size, policy)
     if not isinstance(time_limit, int | float) or not time_limit > 0:
-        raise Refused(f"{time_limit=} cannot be used: pass a number of seconds above 0.")
+        raise Refused(f"time_limit={_shown(time_limit)} cannot be used: pass a number of seconds above 0.")
     tpu = tpu.replace("v5litepod", "v5e")
     if not _is_model(model) and not callable(model):
-        raise Refused(f"model={model!r} is neither a compiled Keras model nor a function that builds one.")
+        raise Refused(f"model={_shown(model)} is neither a compiled Keras model nor a function that builds one.")
     named, name = name, name or getattr(model, "name", None) or getattr(model, "__name__", "model")
     why = missing()
     if (recorded or why) and (found := _from_records(model, name, tpu, per_replica_batch_size, policy)):
@@ -1112,10 +1120,15 @@ def _bar(total: int, shown: bool):
 
 def _listed(name: str, values) -> list:
     """One value or several, as a list."""
-    if values is None or isinstance(values, str) or not hasattr(values, "__iter__"):
+    if isinstance(values, str | bytes):
         return [values]
-    if not (values := list(values)):
-        raise Refused(f"{name} is empty: pass at least one.")
+    try:
+        values = list(itertools.islice(values, MOST + 1))
+    except TypeError:  # not several
+        return [values]
+    if not 0 < len(values) <= MOST:
+        there = f"more than {MOST:,}" if values else "empty"
+        raise Refused(f"{name} is {there}: pass at least one, and {MOST:,} at most.")
     return values
 
 
