@@ -2,6 +2,7 @@
 # make test   the whole suite                              make notebooks     regenerate the committed outputs
 # make test-hosts    in environments like Colab's, ...     make test-browser  in a real browser
 # make bench         compare the speed with peers        make clean         remove what was set up
+# make test-nightly  more random parameters
 # make standalone    notebooks that carry their helper     make publish, make kaggle: see the README
 # make notebooks RECORD=anew compiles all that the notebooks show as recorded, about an hour.
 # All but make standalone, make publish and make kaggle set up .venv first, once. TF=2.20 uses that TensorFlow (in .venv-2.20), KERAS=3 trains with Keras 3.
@@ -17,13 +18,17 @@ ifeq ($(KERAS),3)
 export TF_USE_LEGACY_KERAS := 0
 endif
 
-.PHONY: run test test-hosts test-browser bench lab notebooks standalone publish named kaggle setup clean
+.PHONY: run test test-nightly test-hosts test-browser bench lab notebooks standalone publish named kaggle setup clean
 
 run: setup
 	@$(BIN)/python tools/notebooks.py run
 
 test: setup
 	@$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
+
+# Every notebook with 25 more random sets of parameters than the suite's five.
+test-nightly: setup
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal -m nightly
 
 # Environments are kept in .hosts/, one for each host: the second run installs nothing.
 test-hosts: setup

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import tpu_helpers
+ENVIRONMENT = dict(os.environ)  # before TensorFlow and JAX write their own variables into it
+
+import tpu_helpers  # noqa: E402
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 ROOT = Path(__file__).resolve().parent.parent

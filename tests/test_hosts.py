@@ -20,7 +20,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from conftest import NOTEBOOKS, ROOT
+from conftest import ENVIRONMENT, NOTEBOOKS, ROOT
 
 import tpu_helpers
 
@@ -54,7 +54,7 @@ each_name = pytest.mark.parametrize("name", SMALL)
 
 def call(environment, *command, cwd=ROOT, **variables):
     """The environment's own Python, with none of this suite's variables."""
-    inherited = {name: value for name, value in os.environ.items() if name not in OURS}
+    inherited = {name: value for name, value in ENVIRONMENT.items() if name not in OURS}
     path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         [environment / "bin" / "python", *command],
@@ -138,12 +138,13 @@ def after_install(name, install, after="after"):
 
 
 def run_notebook(environment, name, folder, chip=False, variables=None, source=ROOT / "notebooks", **parameters):
-    """Papermill, alone in a folder with the helper; gives the process and all that a reader would see."""
+    """Papermill, alone in a folder with the helpers; gives the process and all that a reader would see."""
     helper = (ROOT / "tpu_helpers.py").read_text()
     if chip:
         (folder / "accel0").touch()
         helper = helper.replace('"/dev/accel0"', repr(str(folder / "accel0")))
     (folder / "tpu_helpers.py").write_text(helper)
+    shutil.copy(ROOT / "tpu_measure.py", folder)
     shutil.copy(source / f"{name}.ipynb", folder)
     given = [part for key, value in (SMALL.get(name, {}) | parameters).items() for part in ("-p", key, str(value))]
     command = ["-m", "papermill", f"{name}.ipynb", "result.ipynb", "-k", "python3", "--log-level", "ERROR", *given]

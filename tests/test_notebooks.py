@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
@@ -16,25 +17,23 @@ from conftest import NOTEBOOKS, ROOT
 
 NAMES = [notebook.stem for notebook in NOTEBOOKS]
 TRAINING = [name for name in NAMES if name != "07_ask_the_tpu_compiler"]  # on replicas of this machine
-SMALL = {  # few steps: these runs are about the number of replicas
-    "01_connect_to_tpu": {},
-    "02_build_input_pipeline": {"per_replica_batch_size": 4},
-    "03_build_model_in_scope": {"per_replica_batch_size": 2, "steps": 3},
-    "04_fit": {"per_replica_batch_size": 8, "epochs": 2},
-    "05_tune_batch_size": {"per_replica_batch_size": 8, "largest_per_replica_batch_size": 32, "epochs": 2},
-    "06_enable_mixed_bfloat16": {"per_replica_batch_size": 8, "epochs": 1},
-    "07_ask_the_tpu_compiler": {},
-}
+SMALL = {"per_replica_batch_size": 16, "epochs": 2}  # few steps of 04_fit
 MEASURED = ("See where a step's time goes", "Run several steps in one execution", "Race")  # in 04_fit
+LONG = {  # sections that only the run with the defaults, the standalone one and the nightly ones have time for
+    "02_build_input_pipeline": ("Measure", "Find the bottleneck: `diagnose()`"),
+    "04_fit": MEASURED,
+    "05_tune_batch_size": ("Do not mistake fast for good", "Write it into your own configuration"),
+    "08_keep_your_work": ("Stop before it is too late",),
+}
 
 
-def shortened(source: Path, target: Path, wanted: Callable[[str], bool]) -> Path:
-    """A copy of the notebook, in the folder `target`, of the sections whose heading is wanted."""
+def shortened(source: Path, target: Path, without: tuple[str, ...]) -> Path:
+    """A copy of the notebook, in the folder `target`, without the sections of these headings."""
     notebook, cells, heading = nbformat.read(source, 4), [], ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown" and (found := re.match("## (.*)", cell.source)):
             heading = found.group(1)
-        cells += [cell] if wanted(heading) else []
+        cells += [] if heading in without else [cell]
     assert len(cells) < len(notebook.cells), "no such section"
     notebook.cells = cells
     nbformat.write(notebook, target / source.name)
@@ -46,7 +45,7 @@ def execute(name: str, folder: Path, without: tuple[str, ...] = (), **parameters
     unknown = set(parameters) - set(papermill.inspect_notebook(notebook))
     assert not unknown, f"{name} has no parameter {unknown}: papermill would only warn"
     return papermill.execute_notebook(
-        shortened(notebook, folder, lambda heading: heading not in without) if without else notebook,
+        shortened(notebook, folder, without) if without else notebook,
         folder / "result.ipynb",
         parameters=parameters,
         cwd=ROOT,
@@ -83,16 +82,9 @@ def test_fit_reaches_97_percent_on_held_out_digits(tmp_path):
     assert accuracy >= 97
 
 
-@pytest.mark.parametrize("virtual_replicas", [2, 8])  # 1 is the default
-@pytest.mark.parametrize("name", TRAINING)
-def test_runs_on_any_number_of_replicas(name, virtual_replicas, tmp_path):
-    said = printed(execute(name, tmp_path, virtual_replicas=virtual_replicas, **SMALL[name]))
-    assert f"Training on {virtual_replicas} virtual replica(s)" in said
-
-
 def numbers_of(folder: Path, seed: int) -> list[str]:
     """Every loss and accuracy that an epoch ends with, in `fit` and in the notebook's own loop."""
-    said = printed(execute("04_fit", folder, MEASURED, seed=seed, **SMALL["04_fit"]))
+    said = printed(execute("04_fit", folder, MEASURED, seed=seed, **SMALL))
     ends = [line for line in re.split(r"[\r\n]", said) if "val_loss" in line or "in this loop" in line]
     return re.findall(r"(?:loss|accuracy):? [\d.]+", "\n".join(ends))
 
@@ -115,7 +107,12 @@ def refusal_of(name: str, folder: Path, **parameters: object) -> tuple[int, str]
     """The first cell that fails, by its number among the code cells, and what the reader sees of it."""
     with pytest.raises(papermill.PapermillExecutionError):
         execute(name, folder, **parameters)
-    cells = [cell for cell in nbformat.read(folder / "result.ipynb", as_version=4).cells if cell.cell_type == "code"]
+    return failure_in(folder / "result.ipynb")
+
+
+def failure_in(result: Path) -> tuple[int, str]:
+    """The first cell that failed, by its number among the code cells, and what the reader sees of it."""
+    cells = [cell for cell in nbformat.read(result, as_version=4).cells if cell.cell_type == "code"]
     for number, cell in enumerate(cells):
         for output in cell.outputs:
             if output.output_type == "error":
@@ -123,13 +120,58 @@ def refusal_of(name: str, folder: Path, **parameters: object) -> tuple[int, str]
     raise AssertionError("no cell failed")
 
 
+# --- random parameters
+
+KINDS = {  # of every parameter of a notebook: usual values, and values that none should take
+    "virtual_replicas": ([1, 2, 3, 4, 8], [0, -1, 65, 2.5, "two", None, True]),
+    "per_replica_batch_size": ([3, 8, 16, 24, 32], [0, -4, 1.5, "8", None, 2**31]),
+    "largest_per_replica_batch_size": ([16, 32], [0, -1, "large", None]),
+    "epochs": ([1, 2], [0, -1, 0.5, "one", None, 10**9]),
+    "steps": ([1, 2, 5], [0, -2, 1.5, "all", None]),
+    "seed": ([0, 1, 12345, 2**31 - 1], [-1, 0.5, "zero", None, 2**31]),
+    "save_every": ([1, 3, 10, 1000], [0, -1, 2.5, "often", None]),
+    "dataset": (["digits"], ["", "cifar", 3, None, ["digits"]]),
+    "tpu": ([None, "local"], [3, True, ["local"]]),
+    "install": ([False], []),
+}
+KINDS_OF = {  # some notebooks; the sizes that 05 measures are all between its two
+    "05_tune_batch_size": {"per_replica_batch_size": ([8, 16], [0, -4, 1.5, "8", None, 2**31])},
+    "07_ask_the_tpu_compiler": {
+        "tpu": (["v5e-8", "v6e-8", "v5e-1"], ["v5e-7", "", 8, None]),
+        "per_replica_batch_size": ([64, 128], [0, "many", -1, None]),
+    },
+}
+REPLICAS = [8, 2, 3, 1, 4]  # of the good sets, in turns
+
+
+def random_parameters(name: str, number: int) -> tuple[dict, list[str]]:
+    """The notebook's parameters of this number, always the same, and which of them are bad: one in every even set."""
+    rng = random.Random(f"{name} {number}")
+    kinds = KINDS | KINDS_OF.get(name, {})
+    parameters = sorted(papermill.inspect_notebook(ROOT / "notebooks" / f"{name}.ipynb"))
+    chosen = {parameter: rng.choice(kinds[parameter][0]) for parameter in parameters}
+    if "virtual_replicas" in chosen:
+        chosen["virtual_replicas"] = REPLICAS[number // 2 % len(REPLICAS)]
+    bad = rng.sample([parameter for parameter in parameters if kinds[parameter][1]], 1 - number % 2)
+    return chosen | {parameter: rng.choice(kinds[parameter][1]) for parameter in bad}, bad
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 4, *[pytest.param(n, marks=pytest.mark.nightly) for n in range(5, 30)]])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bad_parameter_is_one_sentence_in_the_first_cells(name, tmp_path):
-    parameter = "virtual_replicas" if name in TRAINING else "per_replica_batch_size"
-    number, seen = refusal_of(name, tmp_path, **{parameter: 0})
-    assert number <= 5  # papermill's own cells among them
-    assert seen.startswith(f"Refused: {parameter}=0 cannot be used:")
-    assert "\n" not in seen
+def test_random_parameters(name, number, tmp_path):
+    """Runs, or stops in its first cells with a sentence naming the parameter. (3: standalone, in test_publish.py.)"""
+    chosen, bad = random_parameters(name, number)
+    without = LONG.get(name, ()) if number < 5 or name == "04_fit" else ()  # 04: eight replicas race on two cores
+    try:
+        said = printed(execute(name, tmp_path, without, **chosen))
+        assert not bad, f"{chosen} should be refused for {bad}"
+        assert name not in TRAINING or f"Training on {chosen['virtual_replicas']} virtual replica(s)" in said
+    except papermill.PapermillExecutionError:
+        place, seen = failure_in(tmp_path / "result.ipynb")
+        assert seen.startswith("Refused: "), (chosen, seen)
+        assert "\n" not in seen, chosen
+        assert place <= 8, f"{chosen} should be refused in the first cells"  # papermill's among them
+        assert all(parameter in seen for parameter in bad), (chosen, seen)
 
 
 def test_a_batch_larger_than_the_data_is_one_sentence(tmp_path):
@@ -153,6 +195,7 @@ def test_a_tpu_that_is_not_there_does_not_hold_up_the_first_notebook(tpu, tmp_pa
     monkeypatch.setenv("no_proxy", "*")
     helper = (ROOT / "tpu_helpers.py").read_text()
     (tmp_path / "tpu_helpers.py").write_text(helper.replace("PATIENCE = 30", "PATIENCE = 2"))
+    shutil.copy(ROOT / "tpu_measure.py", tmp_path)
     result = papermill.execute_notebook(
         NOTEBOOKS[0], tmp_path / "result.ipynb", {"tpu": tpu}, cwd=tmp_path, kernel_name="python3", progress_bar=False
     )

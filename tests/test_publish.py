@@ -19,16 +19,18 @@ import nbformat
 import papermill
 import pytest
 from conftest import NOTEBOOKS, ROOT
-from test_notebooks import NAMES, SMALL, TRAINING, printed, shortened
+from test_notebooks import NAMES, printed, random_parameters
 
-FEW = {name: SMALL[name] | ({"virtual_replicas": 1} if name in TRAINING else {}) for name in NAMES}
 REPO = "ada/tpu-kit"
 FILES = ("tpu_helpers.py", "tpu_compiler.py", "recorded/predictions.json")
-ASKING = [name for name in NAMES if name[:2] in ("05", "06", "07")]  # which need all three
+BESIDE = {"01_connect_to_tpu": "tpu_measure.py", "08_keep_your_work": "tpu_keep.py"}
+BESIDE["09_when_it_breaks"] = "tpu_measure.py"
+ALL = (*FILES, *{*BESIDE.values()})
+ASKING = [name for name in NAMES if name[:2] in ("05", "06", "07", "09")]  # which need all three
 
 
 def needed(name):
-    return FILES if name in ASKING else FILES[:1]
+    return (FILES[0], *([BESIDE[name]] if name in BESIDE else []), *(FILES[1:] if name in ASKING else ()))
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def kit(tmp_path):
         shutil.copytree(
             ROOT / folder, copy / folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__")
         )
-    for file in ("README.md", *FILES):
+    for file in ("README.md", *ALL):
         (copy / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, copy / file)
     return copy
@@ -191,7 +193,7 @@ def stamped(kit, tmp_path):
     """Notebooks that fetch their helper from this machine, and the folder that is served."""
     folder = tmp_path / "served" / REPO / "v1.0.0"
     folder.mkdir(parents=True)
-    for file in FILES:
+    for file in ALL:
         (folder / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, folder / file)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "served")
@@ -224,11 +226,14 @@ def refusal(notebook, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stamped_notebook_sets_itself_up_alone(name, stamped, tmp_path):
-    """The rest of it runs alone below, as a standalone notebook."""
+    """The cell that does it. The rest runs alone below, as a standalone notebook."""
     notebooks, _ = stamped
+    notebook = nbformat.read(notebooks / f"{name}.ipynb", 4)
+    notebook.cells = [cell for cell in notebook.cells if "setup" in cell.metadata.get("tags", [])]
+    assert len(notebook.cells) == 1
     (tmp_path / "short").mkdir()
-    notebook = shortened(notebooks / f"{name}.ipynb", tmp_path / "short", lambda heading: heading in ("", "Set up"))
-    empty, _ = alone(notebook, tmp_path, **FEW[name])
+    nbformat.write(notebook, tmp_path / "short" / f"{name}.ipynb")
+    empty, _ = alone(tmp_path / "short" / f"{name}.ipynb", tmp_path)
     for file in map(Path, needed(name)):
         assert (empty / file.name).read_bytes() == (ROOT / file).read_bytes()
 
@@ -285,7 +290,7 @@ def standalone(tmp_path_factory):
     copy = tmp_path_factory.mktemp("standalone")
     for folder in ("notebooks", "tools"):
         shutil.copytree(ROOT / folder, copy / folder)
-    for file in FILES:
+    for file in ALL:
         (copy / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, copy / file)
     result = publish(copy, "standalone")
@@ -303,7 +308,8 @@ def offline(command):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_standalone_notebook_runs_alone_without_a_network(name, standalone, tmp_path):
     shutil.copy(standalone / f"{name}.ipynb", tmp_path)
-    parameters = [text for key, value in FEW[name].items() for text in ("-p", key, str(value))]
+    chosen, _ = random_parameters(name, 3)
+    parameters = [text for key, value in chosen.items() for text in ("-p", key, str(value))]
     command = [sys.executable, "-m", "papermill", f"{name}.ipynb", "result.ipynb", "-k", "python3", *parameters]
     dead = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     result = subprocess.run(
@@ -325,7 +331,7 @@ def test_a_standalone_notebook_is_tidy(name, standalone):
         assert cell.metadata["jupyter"] == {"source_hidden": True}
     assert "setup" in code[len(needed(name))].metadata.tags
     prose = "\n".join(cell.source for cell in content.cells if cell.cell_type == "markdown")
-    assert not re.findall(r"\]\((?!https?:)[^)]*\)", prose), "a link to a file that is not there"
+    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", prose), "a link to a file that is not there"
 
 
 # --- make kaggle

@@ -13,9 +13,10 @@ import pytest
 from conftest import NOTEBOOKS, ROOT
 
 import tpu_helpers
+import tpu_measure
 
 CONTENT = {notebook.stem: nbformat.read(notebook, as_version=4) for notebook in NOTEBOOKS}
-MODULES = ("tpu_helpers", "tpu_measure")
+MODULES = ("tpu_helpers", "tpu_measure", "tpu_keep")
 HELPERS = [node for module in MODULES for node in ast.parse((ROOT / f"{module}.py").read_text()).body]
 # Not built in a notebook, because they are no lesson: refusing input, silencing TensorFlow's start, listing versions.
 PLUMBING = {"Refused", "check_parameters", "quietly", "installed", "describe"}
@@ -91,6 +92,7 @@ def test_setup_comes_first_and_is_the_same_everywhere(name):
     others = [re.sub(r"(?s)FILES = \{.*?\n\}", "", each.source) for each in (setup, tagged("04_fit", "setup")[0])]
     assert others[0] == others[1]
     assert ("tpu_compiler.py" in setup.source) == ("tpu_compiler import" in code_cells(name)[1].source)
+    assert ("tpu_keep.py" in setup.source) == any("tpu_keep import" in cell.source for cell in code_cells(name))
     if name != "01_connect_to_tpu":  # which imports TensorFlow later, after the section that installs it
         assert imports_cell(name) == imports_cell("04_fit")
 
@@ -156,7 +158,7 @@ def test_outputs_are_clean(name):
 def test_speeds_are_called_measured_predicted_or_recorded(name):
     for cell in code_cells(name):
         text = stored(cell)
-        if re.search(r"\d (ms|µs|s)\b|examples/s|/step\b", text) and "Epoch 1/" not in text:
+        if re.search(r"\d (ms|µs|s)\b|examples/s|/step\b(?!-)", text) and "Epoch 1/" not in text:
             assert re.search(r"measured|predicted|recorded", text), text
 
 
@@ -290,6 +292,36 @@ def test_the_comparison_would_notice_a_difference():
 @pytest.mark.parametrize("helper", PUBLIC)
 def test_public_names_are_documented(helper):
     assert ast.get_docstring(PUBLIC[helper])
+
+
+# --- the table of messages
+
+
+ROWS = re.findall(r"^\| (.+) \| .+ \| \[(.+)\]\(#(.+)\) \|$", prose("09_when_it_breaks"), re.MULTILINE)
+FRAGMENTS = [part for row, _, _ in ROWS if not row.startswith("*") for part in re.findall("`(.+?)`", row)]
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS)
+def test_explain_knows_the_message(fragment):
+    assert tpu_measure.explain(f"Error: … {fragment} …") in tpu_measure.MESSAGES.values()
+
+
+def test_every_message_that_explain_knows_stands_in_the_table():
+    meanings = {tpu_measure.explain(fragment) for fragment in FRAGMENTS}
+    assert meanings == set(tpu_measure.MESSAGES.values())
+    assert len(meanings) >= 18
+
+
+def test_the_tables_links_lead_to_sections():
+    headings = re.findall(r"^## (.+)$", prose("09_when_it_breaks"), re.MULTILINE)
+    for _, heading, anchor in ROWS:
+        assert heading in headings
+        assert anchor == heading.replace(" ", "-")
+
+
+def test_explain_passes_on_what_it_does_not_know():
+    assert tpu_measure.explain(KeyError("x")) == "KeyError: 'x'"
+    assert tpu_measure.explain("any text") == "any text"
 
 
 # --- links, style, and nothing of where this is developed
