@@ -205,15 +205,24 @@ def stamped(kit, tmp_path):
         server.shutdown()
 
 
-def alone(notebook, tmp_path, **parameters):
+def alone(notebook, tmp_path):
     """Executed in an empty folder."""
     empty = tmp_path / "alone"
     empty.mkdir(exist_ok=True)
     shutil.copy(notebook, empty)
     result = papermill.execute_notebook(
-        empty / notebook.name, empty / "result.ipynb", parameters, cwd=empty, kernel_name="python3", progress_bar=False
+        empty / notebook.name, empty / "result.ipynb", cwd=empty, kernel_name="python3", progress_bar=False
     )
     return empty, result
+
+
+def setup_of(notebook):
+    """The same notebook with this cell only."""
+    content = nbformat.read(notebook, 4)
+    content.cells = [cell for cell in content.cells if "setup" in cell.metadata.get("tags", [])]
+    assert len(content.cells) == 1
+    nbformat.write(content, notebook)
+    return notebook
 
 
 def refusal(notebook, tmp_path):
@@ -228,12 +237,7 @@ def refusal(notebook, tmp_path):
 def test_a_stamped_notebook_sets_itself_up_alone(name, stamped, tmp_path):
     """The cell that does it. The rest runs alone below, as a standalone notebook."""
     notebooks, _ = stamped
-    notebook = nbformat.read(notebooks / f"{name}.ipynb", 4)
-    notebook.cells = [cell for cell in notebook.cells if "setup" in cell.metadata.get("tags", [])]
-    assert len(notebook.cells) == 1
-    (tmp_path / "short").mkdir()
-    nbformat.write(notebook, tmp_path / "short" / f"{name}.ipynb")
-    empty, _ = alone(tmp_path / "short" / f"{name}.ipynb", tmp_path)
+    empty, _ = alone(setup_of(notebooks / f"{name}.ipynb"), tmp_path)
     for file in map(Path, needed(name)):
         assert (empty / file.name).read_bytes() == (ROOT / file).read_bytes()
 
@@ -278,7 +282,7 @@ def test_a_helper_of_your_own_is_used_and_said_to_differ(stamped, tmp_path):
     notebooks, _ = stamped
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "tpu_helpers.py").write_text((ROOT / "tpu_helpers.py").read_text() + "\n# mine\n")
-    _, result = alone(notebooks / "01_connect_to_tpu.ipynb", tmp_path)
+    _, result = alone(setup_of(notebooks / "01_connect_to_tpu.ipynb"), tmp_path)
     assert "tpu_helpers.py differs from http://" in printed(result)
 
 
