@@ -385,7 +385,7 @@ def compiled_mlp(tf, strategy=None, **options):
 
 def slow_pipeline(tf):
     def slowly(image, label):
-        for _ in range(3):
+        for _ in range(8):
             image = tf.linalg.expm(image[..., 0] * 1e-3)[..., tf.newaxis]
         return image, label
 
