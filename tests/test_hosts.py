@@ -7,6 +7,7 @@ where a case needs one, the place where its device file is looked for is an empt
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -78,11 +79,20 @@ def pip(environment, *arguments):
     return result.stdout
 
 
+@contextlib.contextmanager
+def locked(name):
+    """Only one of the suite's workers at a time."""
+    HOSTS.mkdir(exist_ok=True)
+    with open(HOSTS / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def share(folder):
     """Large files that several environments hold lie on the disk once: hard links into .hosts/files, by content."""
     store = HOSTS / "files"
     store.mkdir(exist_ok=True)
-    for path in (Path(root) / name for root, _, names in os.walk(folder) for name in names):
+    for path in [Path(root) / name for root, _, names in os.walk(folder) for name in names]:
         if path.is_symlink() or path.stat().st_size < 50_000 or path.suffix == ".pyc":
             continue
         with path.open("rb") as file:
@@ -90,8 +100,9 @@ def share(folder):
         try:
             os.link(path, same)
         except FileExistsError:
-            mode, link = path.stat().st_mode, path.with_name(path.name + ".link")
+            mode, link = path.stat().st_mode, store / "link"
             if same.stat().st_mode == mode and not same.samefile(path):
+                link.unlink(missing_ok=True)  # of a run that was stopped
                 os.link(same, link)
                 link.replace(path)
 
@@ -100,18 +111,18 @@ def kept(name, holds, make):
     """The environment of that name: made now, unless it is there and holds the same."""
     folder, note = HOSTS / name, HOSTS / f"{name}.json"
     holds = json.dumps([sys.version, *holds], indent=0)
-    HOSTS.mkdir(exist_ok=True)
-    with open(HOSTS / f"{name}.lock", "w") as lock:  # another worker may be making it
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(name):  # another worker may be making it
         if not note.exists() or note.read_text() != holds:
             shutil.rmtree(folder, ignore_errors=True)
             note.unlink(missing_ok=True)
             free = shutil.disk_usage(HOSTS).free / 1e9
             assert free > 6, f"{free:.1f} GB free: an environment needs 6 while it is made. Make room: make clean"
-            if not (HOSTS / "files").exists():  # what this suite's own environment holds need not lie here again
-                share(Path(sys.prefix) / "lib")
+            with locked("files"):
+                if not (HOSTS / "files").exists():  # what this suite's own environment holds need not lie here again
+                    share(Path(sys.prefix) / "lib")
             make(folder)
-            share(folder)
+            with locked("files"):
+                share(folder)
             note.write_text(holds)
     return folder
 
