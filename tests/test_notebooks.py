@@ -10,10 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
 import nbformat
 import papermill
 import pytest
 from conftest import NOTEBOOKS, ROOT
+from papermill.parameterize import parameterize_notebook
 
 NAMES = [notebook.stem for notebook in NOTEBOOKS]
 TRAINING = [name for name in NAMES if name != "07_ask_the_tpu_compiler"]  # on replicas of this machine
@@ -41,8 +43,12 @@ def shortened(source: Path, target: Path, without: tuple[str, ...]) -> Path:
     return target / source.name
 
 
+def path_of(name: str) -> Path:
+    return ROOT / "notebooks" / f"{name}.ipynb"
+
+
 def execute(name: str, folder: Path, without: tuple[str, ...] = (), **parameters: object) -> nbformat.NotebookNode:
-    notebook = ROOT / "notebooks" / f"{name}.ipynb"
+    notebook = path_of(name)
     unknown = set(parameters) - set(papermill.inspect_notebook(notebook))
     assert not unknown, f"{name} has no parameter {unknown}: papermill would only warn"
     return papermill.execute_notebook(
@@ -99,7 +105,7 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_is_explained(name):
-    parameters = papermill.inspect_notebook(ROOT / "notebooks" / f"{name}.ipynb")
+    parameters = papermill.inspect_notebook(path_of(name))
     assert parameters
     assert all(parameter["help"] for parameter in parameters.values()), "papermill shows these comments as help"
 
@@ -145,23 +151,28 @@ KINDS_OF = {  # some notebooks; the sizes that 05 measures are all between its t
 REPLICAS = [8, 2, 3, 1, 4]  # of the good sets, in turns
 
 
+def kinds_of(name: str) -> dict[str, tuple[list, list]]:
+    kinds = KINDS | KINDS_OF.get(name, {})
+    return {parameter: kinds[parameter] for parameter in sorted(papermill.inspect_notebook(path_of(name)))}
+
+
 def random_parameters(name: str, number: int) -> tuple[dict, list[str]]:
     """The notebook's parameters of this number, always the same, and which of them are bad: one, or none.
 
     None in every other set; but of the first five, which are the suite's, only in 1: what is refused takes seconds.
     """
     rng = random.Random(f"{name} {number}")
-    kinds = KINDS | KINDS_OF.get(name, {})
-    parameters = sorted(papermill.inspect_notebook(ROOT / "notebooks" / f"{name}.ipynb"))
-    chosen = {parameter: rng.choice(kinds[parameter][0]) for parameter in parameters}
+    kinds = kinds_of(name)
+    chosen = {parameter: rng.choice(kinds[parameter][0]) for parameter in kinds}
     if "virtual_replicas" in chosen:
         chosen["virtual_replicas"] = REPLICAS[number // 2 % len(REPLICAS)]
     good = number % 2 if number > 4 else number == 1
-    bad = rng.sample([parameter for parameter in parameters if kinds[parameter][1]], 0 if good else 1)
+    bad = rng.sample([parameter for parameter in kinds if kinds[parameter][1]], 0 if good else 1)
     return chosen | {parameter: rng.choice(kinds[parameter][1]) for parameter in bad}, bad
 
 
-@pytest.mark.parametrize("number", [0, 2, 3, 4, *[pytest.param(n, marks=pytest.mark.nightly) for n in range(5, 30)]])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(5, 30))
 @pytest.mark.parametrize("name", NAMES)
 def test_random_parameters(name, number, tmp_path):
     """Runs, or stops in its first cells with a sentence naming the parameter. (1: standalone, in test_publish.py.)"""
@@ -177,6 +188,33 @@ def test_random_parameters(name, number, tmp_path):
         assert "\n" not in seen, chosen
         assert place <= 8, f"{chosen} should be refused in the first cells"  # papermill's among them
         assert all(parameter in seen for parameter in bad), (chosen, seen)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_parameters_are_refused_in_one_sentence_in_the_first_cells(name):
+    """The suite's random sets but 1, then each bad value alone; in one process, as what is refused leaves no trace."""
+    notebook = papermill.iorw.load_notebook_node(str(path_of(name)))
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    given = next(number for number, cell in enumerate(code) if "parameters" in cell.metadata.tags)
+    cases = [random_parameters(name, number) for number in (0, 2, 3, 4)]
+    cases += [({parameter: value}, [parameter]) for parameter, (_, bad) in kinds_of(name).items() for value in bad]
+    client = nbclient.NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(ROOT)}})
+    with client.setup_kernel():
+        for cell in code[: given + 1]:
+            client.execute_cell(cell, 0)
+        for chosen, bad in cases:
+            cells = parameterize_notebook(notebook, chosen, kernel_name="python3", language="python").cells
+            injected = next(cell for cell in cells if "injected-parameters" in cell.metadata.tags)
+            seen = ""
+            for cell in [code[given], injected, *code[given + 1 : 8]]:
+                try:
+                    client.execute_cell(cell, 0)
+                except nbclient.exceptions.CellExecutionError:
+                    seen = "\n".join(next(o.traceback for o in cell.outputs if o.output_type == "error"))
+                    break
+            assert seen.startswith("Refused: "), (chosen, seen)
+            assert "\n" not in seen, chosen
+            assert bad[0] in seen, (chosen, seen)
 
 
 def test_a_batch_larger_than_the_data_is_one_sentence(tmp_path):
