@@ -674,7 +674,7 @@ def _ask(hlo: bytes, text: str, topology: str, layers: list[str], time_limit: fl
             f"the compiler's process ended with {how} ({last[0][:300]}): tested are {TESTED}, here is {versions()}."
         )
     answer |= {"compile_seconds": round(time.perf_counter() - began, 2), "layers": layers}
-    if cache:
+    if cache and "refused" not in answer:  # what is missing may be there the next time
         _store(kept, answer)
     return _renamed(answer, layers)
 

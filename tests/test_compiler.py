@@ -525,9 +525,12 @@ def test_private_names_that_are_gone_are_one_sentence(dense, tmp_path, monkeypat
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("")
     hlo = ask(dense).hlo
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    answer = tpu_compiler._ask(hlo, "", TOPOLOGIES["v5e-8"], [], 60, cache=False)
+    monkeypatch.setenv("TPU_COMPILER_CACHE", str(tmp_path / "cache"))
+    with monkeypatch.context() as while_gone:
+        while_gone.setenv("PYTHONPATH", str(tmp_path))
+        answer = tpu_compiler._ask(hlo, "", TOPOLOGIES["v5e-8"], [], 60, cache=True)
     assert answer["refused"].startswith("this jax has no longer what is needed (")
+    assert tpu_compiler._ask(hlo, "", TOPOLOGIES["v5e-8"], [], 60, cache=True)["flops"] > 0  # it was not kept
 
 
 def test_where_the_compiler_cannot_be_a_recorded_report_is_shown(dense, monkeypatch):

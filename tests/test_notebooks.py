@@ -159,7 +159,7 @@ def kinds_of(name: str) -> dict[str, tuple[list, list]]:
 def random_parameters(name: str, number: int) -> tuple[dict, list[str]]:
     """The notebook's parameters of this number, always the same, and which of them are bad: one, or none.
 
-    None in every other set; but of the first five, which are the suite's, only in 1: what is refused takes seconds.
+    None in every other set; of the first five, which are the suite's, in 1 alone.
     """
     rng = random.Random(f"{name} {number}")
     kinds = kinds_of(name)
