@@ -375,6 +375,11 @@ def _keras_of(model):
     return importlib.import_module("tf_keras" if legacy else "keras")
 
 
+def _is_on_jax(model) -> bool:
+    keras = _keras_of(model)
+    return hasattr(keras, "backend") and getattr(keras.backend, "backend", str)() == "jax"
+
+
 def _all_layers(model) -> list:
     """The model's layers, those within nested models included."""
     layers = []
@@ -540,8 +545,8 @@ def _refusal(error: str, layers: list[str]) -> Unsupported:
 
 
 def _layer_in(path: str, layers) -> str:
-    """The layer in an operation's name, such as "gradient_tape/model/dense_1/MatMul"; Keras 3 appends "_1"."""
-    for part in reversed(path.split("/")):
+    """The layer in an operation's name: "gradient_tape/model/dense_1/MatMul", Keras 3's "…_1", JAX's "jvp(dense_1)"."""
+    for part in reversed(re.split(r"[/()]", path)):
         for name in (part, re.sub(r"_\d+$", "", part)):
             if name in layers:
                 return name
@@ -571,6 +576,44 @@ def _lower(model, specs, strategy) -> tuple[bytes, str]:
             if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
                 raise Refused("this machine has too little memory to trace the step: pass a smaller batch.") from None
             raise _refusal(str(error), [layer.name for layer in _all_layers(model)]) from error
+
+
+def _lower_jax(model, specs, replicas: int) -> tuple[bytes, str]:
+    """The same of a Keras 3 model on JAX, as `keras.distribution.DataParallel` runs it.
+
+    One program for the whole slice, the batch divided, weights on each chip. Private name of Keras: _symbolic_build
+    (tested with 3.13 and 3.15).
+    """
+    import jax
+    import numpy as np
+    import tensorflow as tf
+    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+    def shape_of(array, *axes, times=1):
+        first, *rest = array.shape or (1,)
+        shape = (first * times, *rest) if array.shape else ()
+        dtype = getattr(array.dtype, "as_numpy_dtype", array.dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    mesh = AbstractMesh((replicas,), ("batch",))
+    try:
+
+        def zeros(spec):  # that take no memory
+            return np.broadcast_to(np.zeros((), spec.dtype.as_numpy_dtype), spec.shape)
+
+        model._symbolic_build(data_batch=tf.nest.map_structure(zeros, specs))
+        trained = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
+        state = [[shape_of(each) for each in kind] for kind in (*trained, model.metrics_variables)]
+        batch = tf.nest.map_structure(lambda spec: shape_of(spec, "batch", times=replicas), specs)
+        traced = jax.jit(model.train_step, donate_argnums=0).trace(tuple(state), batch)
+        lowered = traced.lower(lowering_platforms=("tpu",))
+        return lowered.as_text(debug_info=True).encode(), lowered.as_text()
+    except Exception as error:  # a model's own code runs here, and may raise anything
+        if "_symbolic_build" in str(error):
+            raise Refused(f"this Keras has no longer what is needed ({error}): tested are 3.13 and 3.15.") from None
+        if isinstance(error, MemoryError):
+            raise Refused("this machine has too little memory to trace the step: pass a smaller batch.") from None
+        raise _refusal(str(error), [layer.name for layer in _all_layers(model)]) from error
 
 
 @contextlib.contextmanager
@@ -634,7 +677,7 @@ def _load(path: Path):
 
 def _ask(hlo: bytes, text: str, topology: str, layers: list[str], time_limit: float, cache: bool) -> dict:
     """The compiler's answer, from a process of its own or from the cache."""
-    told = {"topology": topology, "layers": layers}
+    told = {"topology": topology, "layers": layers, "divided": text.startswith("module")}  # JAX's, for all chips
     numbered = r"a_inference_\w+?__\.\d+|, metadata=\{[^}]*\}"  # functions and layers, anew each time
     program = re.sub(numbered, "", text)
     reading = Path(__file__).read_bytes().partition(b"# --- the compiler's")[2].partition(b"# --- many reports")[0]
@@ -772,7 +815,8 @@ def compile_for_tpu(
         )
     strategy = _slice_strategy(replicas)
     model, policy = _build(model, strategy, policy)
-    hlo, text = _lower(model, _specs(model, data, per_replica_batch_size), strategy)  # says what a TPU cannot do
+    specs, on_jax = _specs(model, data, per_replica_batch_size), _is_on_jax(model)
+    hlo, text = _lower_jax(model, specs, replicas) if on_jax else _lower(model, specs, strategy)  # says what cannot be
     if why:
         what = f"{name!r} on {tpu} with per-replica batch {per_replica_batch_size}, {policy}"
         raise Refused(f"the TPU compiler cannot be asked here, and nothing is recorded of {what}: {why}")
@@ -788,7 +832,7 @@ def compile_for_tpu(
     )
     if report.fits and replicas > 1 and not report.all_reduces and model.trainable_variables:
         raise Refused(
-            f"the step has no all-reduce: TensorFlow has changed what it is made of (tested: 2.20, 2.21; {TESTED})."
+            f"the step has no all-reduce: what it is made of has changed (tested: TensorFlow 2.20, 2.21; {TESTED})."
         )
     if report.fits and report.hbm_needed > report.hbm_there:
         words = f"arguments and temporaries together ({_gib(report.hbm_needed)}) exceed the HBM"
@@ -830,10 +874,13 @@ def _worker(folder: Path) -> dict:
         one = {"chips_per_host_bounds": (1, 1, 1)} if told["topology"].endswith(":1x1") else {}
         devices = topologies.get_topology_desc(platform="tpu", topology_name=told["topology"], **one).devices
         options = xla_client.CompileOptions()
-        options.num_replicas, options.num_partitions = len(devices), 1
         build = options.executable_build_options
-        build.num_replicas, build.num_partitions = len(devices), 1
-        build.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id] for device in devices]))
+        numbers = np.array([[device.id] for device in devices])
+        if told["divided"]:
+            numbers, build.use_spmd_partitioning, build.use_shardy_partitioner = numbers.T, True, True
+        for each in (options, build):
+            each.num_replicas, each.num_partitions = numbers.shape
+        build.device_assignment = xla_client.DeviceAssignment.create(numbers)
         client, device_list = devices[0].client, xla_client.DeviceList(tuple(devices))
         to_stablehlo = _jax.mlir.hlo_to_stablehlo
     except (ImportError, AttributeError, TypeError) as error:
@@ -842,7 +889,8 @@ def _worker(folder: Path) -> dict:
         held = " (another process holds the TPU's lock: end it)" if "lockfile" in str(error) else ""
         return {"refused": f"libtpu does not start{held}: {str(error).splitlines()[0]}"}
     with mlir.make_ir_context():
-        module = ir.Module.parse(to_stablehlo((folder / "step.hlo").read_bytes()))
+        step = (folder / "step.hlo").read_bytes()
+        module = ir.Module.parse(step.decode() if told["divided"] else to_stablehlo(step))
         _drop_copies(module.body.operations)
         try:
             try:

@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ENVIRONMENT, ROOT
 
 import tpu_compiler
 from tpu_compiler import GENERATIONS, TOPOLOGIES, Refused, Report, Unsupported, compile_for_tpu, sizes, sweep
@@ -182,6 +182,71 @@ def test_batch_normalization_is_each_replicas_own_unless_synchronized(tf, layers
     own, common = ask(build(False)), ask(build(True))
     assert own.all_reduce_bytes < common.all_reduce_bytes
     assert len(own.all_reduces) < len(common.all_reduces)
+
+
+ON_JAX = """
+import os
+os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+import json
+import tf_keras
+import keras
+from tpu_compiler import Refused, compile_for_tpu
+
+def build(keras, normalised=True):
+    layers = keras.layers
+    norm = [layers.BatchNormalization()] if normalised else []
+    stack = [layers.Input((128,)), layers.Dense(256, name="hidden"), *norm, layers.Dense(128)]
+    model = keras.Sequential(stack)
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+found = {}
+for name, package in (("tf_keras", tf_keras), ("keras", keras)):
+    for policy in ("float32", "mixed_bfloat16"):
+        report = compile_for_tpu(lambda: build(package), "v5e-8", 256, policy, name="x")
+        found[f"{name} {policy}"] = report.flops, report.hbm_bytes, len(report.all_reduces), report.fits
+found["layers"] = [name for name, *_ in report.padding]
+found["global policy"] = keras.config.dtype_policy().name
+model = build(keras, normalised=False)
+before = [weight.numpy().tolist() for weight in model.weights]
+found["too large"] = compile_for_tpu(model, "v5e-8", 2**26, name="x").words
+found["kept"] = before == [weight.numpy().tolist() for weight in model.weights]
+
+def in_python(truth, guess):
+    return (truth - guess) * float(guess.sum())
+
+model.compile("sgd", in_python)
+try:
+    compile_for_tpu(model, "v5e-8", 8)
+except Refused as error:
+    found["refused"] = str(error)
+print(json.dumps(found))
+"""
+
+
+@compiled_for_real
+def test_a_model_on_jax_is_compiled_as_it_trains(tmp_path):
+    """In a process of its own: Keras 3 takes one backend."""
+    result = subprocess.run(
+        [sys.executable, "-c", ON_JAX], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    for policy in ("float32", "mixed_bfloat16"):
+        (flops, hbm, reduces, fits), (other_flops, other_hbm, other_reduces, other_fits) = (
+            found[f"{name} {policy}"] for name in ("tf_keras", "keras")
+        )
+        assert other_flops == pytest.approx(flops, rel=0.03)
+        assert other_hbm == pytest.approx(hbm, rel=0.15)
+        assert fits
+        assert other_fits
+        assert reduces == 1
+        assert other_reduces > 1  # BatchNormalization's, in the middle of the step
+    assert "hidden" in found["layers"]
+    assert found["global policy"] == "float32"
+    assert "Ran out of memory in memory space hbm" in found["too large"] or "exceed" in found["too large"]
+    assert found["kept"]
+    assert "this step cannot be compiled for a TPU" in found["refused"]
 
 
 @compiled_for_real
