@@ -25,7 +25,7 @@ import tempfile
 
 CHOICES = {"dataset": ("digits", "mnist"), "dtype": ("float32", "bfloat16", "float16", "uint8")}
 LIMITS = {"virtual_replicas": 64, "per_replica_batch_size": 2**30, "epochs": 10_000, "seed": 2**31 - 1}
-LIMITS |= {"steps": 10**6, "repeats": 1000}
+LIMITS |= {"steps": 10**6, "repeats": 1000, "workers": 8}
 TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly")  # each overwrites the others' files
 CHIPS = ("/dev/accel0", "/dev/vfio/0")  # where TensorFlow's XLA looks for a TPU in this machine
 PATIENCE = 30  # seconds to wait for an answer from the network

@@ -28,6 +28,7 @@ def lab(tmp_path_factory):
     kit = tmp_path_factory.mktemp("kit")
     shutil.copytree(ROOT / "notebooks", kit / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     shutil.copytree(ROOT / "recorded", kit / "recorded")
+    shutil.copytree(ROOT / "tools", kit / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     for module in ("tpu_helpers.py", "tpu_measure.py", "tpu_keep.py", "tpu_compiler.py"):
         shutil.copy(ROOT / module, kit)
     settings = {

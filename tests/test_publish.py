@@ -24,13 +24,15 @@ from test_notebooks import LONG, NAMES, TRAINING, printed, random_parameters, sh
 REPO = "ada/tpu-kit"
 FILES = ("tpu_helpers.py", "tpu_compiler.py", "recorded/predictions.json")
 BESIDE = {"01_connect_to_tpu": "tpu_measure.py", "08_keep_your_work": "tpu_keep.py"}
-BESIDE["09_when_it_breaks"] = "tpu_measure.py"
-ALL = (*FILES, *{*BESIDE.values()})
-ASKING = [name for name in NAMES if name[:2] in ("05", "06", "07", "09")]  # which need all three
+BESIDE |= {"09_when_it_breaks": "tpu_measure.py", "10_scale_out": "tpu_measure.py"}
+PROGRAMS = {"10_scale_out": ("tools/data_service.py",)}
+ALL = (*FILES, *{*BESIDE.values()}, "tools/data_service.py")
+ASKING = [name for name in NAMES if name[:2] in ("05", "06", "07", "09", "10", "11")]  # which need all three
 
 
 def needed(name):
-    return (FILES[0], *([BESIDE[name]] if name in BESIDE else []), *(FILES[1:] if name in ASKING else ()))
+    beside = [BESIDE[name]] if name in BESIDE else []
+    return (FILES[0], *beside, *(FILES[1:] if name in ASKING else ()), *PROGRAMS.get(name, ()))
 
 
 @pytest.fixture
@@ -311,7 +313,7 @@ def offline(command):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_standalone_notebook_runs_alone_without_a_network(name, standalone, tmp_path):
-    """On eight replicas: one of the suite's five random sets of parameters."""
+    """On two replicas: one of the suite's five random sets of parameters."""
     if name in LONG:
         shortened(standalone / f"{name}.ipynb", tmp_path, LONG[name])
     else:
@@ -326,7 +328,7 @@ def test_a_standalone_notebook_runs_alone_without_a_network(name, standalone, tm
     )
     assert result.returncode == 0, result.stderr[-3000:]
     said = printed(nbformat.read(tmp_path / "result.ipynb", 4))
-    assert name not in TRAINING or "Training on 8 virtual replica(s)" in said
+    assert name not in TRAINING or f"Training on {chosen['virtual_replicas']} virtual replica(s)" in said
     for file in map(Path, needed(name)):
         assert (tmp_path / file.name).read_bytes() == (ROOT / file).read_bytes()
 

@@ -25,6 +25,7 @@ MODULES = {  # that a notebook may import, and the files that each needs
     "tpu_keep": ["tpu_keep.py"],
     "tpu_compiler": ["tpu_compiler.py", "recorded/predictions.json"],
 }
+PROGRAMS = {"data_service.py": "tools/data_service.py"}  # that a notebook may call by this name
 RAW = "https://raw.githubusercontent.com"
 BADGES = {  # image and link
     "Colab": (
@@ -76,10 +77,10 @@ def is_setup(cell: dict) -> bool:
 
 def files_of(content: dict) -> list[str]:
     """The kit's files that a notebook needs."""
-    code = "\n".join(cell["source"] for cell in content["cells"] if cell["cell_type"] == "code")
-    return [
-        file for name, files in MODULES.items() if re.search(rf"(?m)^(from|import) {name}\b", code) for file in files
-    ]
+    cells = [cell for cell in content["cells"] if cell["cell_type"] == "code" and not is_setup(cell)]
+    code = "\n".join(cell["source"] for cell in cells)
+    imported = [files for name, files in MODULES.items() if re.search(rf"(?m)^(from|import) {name}\b", code)]
+    return [file for files in imported for file in files] + [PROGRAMS[name] for name in PROGRAMS if f'"{name}"' in code]
 
 
 def code_cell(name: str, source: str, metadata: dict, count: int | None, said: str) -> dict:
