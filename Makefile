@@ -4,7 +4,7 @@
 # make bench         compare the speed with peers        make clean         remove what was set up
 # make test-nightly  more random parameters
 # make standalone    notebooks that carry their helper     make publish, make kaggle: see the README
-# make notebooks RECORD=anew compiles all that the notebooks show as recorded, about an hour.
+# make notebooks RECORD=anew compiles all that the notebooks show as recorded, more than an hour.
 # All but make standalone, make publish and make kaggle set up .venv first, once. TF=2.20 uses that TensorFlow (in .venv-2.20), KERAS=3 trains with Keras 3.
 
 VENV := .venv$(if $(TF),-$(TF))
