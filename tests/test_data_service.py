@@ -172,6 +172,7 @@ def test_each_role_alone_as_on_machines_of_their_own(tf, begin):
         (["dispatcher", "--port", "free", "--journal", "/dev/null"], ["cannot start (--journal /dev/null): "]),
         (["worker"], ["--dispatcher"]),
         (["worker", "--dispatcher", "here"], ["--dispatcher", "'here' is no address", "host:port"]),
+        (["worker", "--dispatcher", "a..b:1"], ["--dispatcher", "'a..b:1' is no address", "IPv4"]),
         (["worker", "--dispatcher", "localhost:99999"], ["--dispatcher", "'localhost:99999' is no address"]),
         (["worker", "--dispatcher", "a:1", "--host", "b:2"], ["--host", "'b:2' is no host", "without a port"]),
         (["worker", "--dispatcher", "no.such.invalid:1", "--host", "b"], ["no machine of that name", "pass a name"]),

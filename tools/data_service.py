@@ -30,7 +30,7 @@ import time
 ENDS = (signal.SIGINT, signal.SIGTERM)
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: a signal for when the parent ends
 REFUSED = 3  # the exit status of a server that could not start
-HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*\.?[A-Za-z0-9_-])*"
+HOST = r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*"
 INSTALL = "pip install tensorflow-cpu, of the version of the training"
 ANOTHER = "pass a name or an IPv4 address"
 
