@@ -225,7 +225,7 @@ print(json.dumps(found))
 
 
 @compiled_for_real
-def test_a_model_on_jax_is_compiled_as_it_trains(tmp_path):
+def test_a_model_on_jax_is_compiled_as_it_trains():
     """In a process of its own: Keras 3 takes one backend."""
     result = subprocess.run(
         [sys.executable, "-c", ON_JAX], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False

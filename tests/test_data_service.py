@@ -132,13 +132,13 @@ def test_services_at_once_do_not_meet_and_however_they_end_no_process_is_left(tf
 @linux
 def test_asked_to_end_while_it_begins_and_with_nobody_to_read_it(begin):
     early = begin("local")
-    late = begin("local", "--until-eof", stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    at_once = begin("local", "--until-eof", stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     nobody = begin("local", "--until-eof")
     nobody.stdout.close()
     time.sleep(0.5)
     early.send_signal(signal.SIGTERM)
     nobody.stdin.close()
-    for process in (early, late, nobody):
+    for process in (early, at_once, nobody):
         assert process.wait(timeout=60) in (0, -signal.SIGTERM)
         process.said.seek(0)
         assert not process.said.read()
