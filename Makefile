@@ -3,9 +3,11 @@
 # make test-hosts    in environments like Colab's, ...     make test-browser  in a real browser
 # make bench         compare the speed with peers        make clean         remove what was set up
 # make test-nightly  more random parameters
-# make standalone    notebooks that carry their helper     make publish, make kaggle: see the README
+# make site          the book, in build/site/               make test-site     it in a real browser
+# make standalone    notebooks that carry their helper      make exercises     the same without solutions
+# make publish, make kaggle: see the README
 # make notebooks RECORD=anew compiles all that the notebooks show as recorded, more than an hour.
-# All but make standalone, make publish and make kaggle set up .venv first, once. TF=2.20 uses that TensorFlow (in .venv-2.20), KERAS=3 trains with Keras 3.
+# All but make standalone, exercises, publish and kaggle set up .venv first, once. TF=2.20 uses that TensorFlow (in .venv-2.20), KERAS=3 trains with Keras 3.
 
 VENV := .venv$(if $(TF),-$(TF))
 BIN := $(VENV)/bin
@@ -18,7 +20,7 @@ ifeq ($(KERAS),3)
 export TF_USE_LEGACY_KERAS := 0
 endif
 
-.PHONY: run test test-nightly test-hosts test-browser bench lab notebooks standalone publish named kaggle setup clean
+.PHONY: run test test-nightly test-hosts test-browser test-site bench lab notebooks site standalone exercises publish named kaggle setup clean
 
 run: setup
 	@$(BIN)/python tools/notebooks.py run
@@ -37,6 +39,12 @@ test-hosts: setup
 test-browser: $(VENV)/ready-browser
 	@$(BIN)/python -m pytest -m browser
 
+test-site: $(VENV)/ready-site $(VENV)/ready-browser
+	@$(BIN)/python -m pytest -m site
+
+site: $(VENV)/ready-site
+	@$(BIN)/python tools/make_site.py
+
 # The listing, the kit, JAX and PyTorch in turns, half an hour; RECORD=anew writes the README's section from it.
 bench: $(VENV)/ready-bench
 	@$(BIN)/python benchmarks/speed.py $(if $(filter anew,$(RECORD)),--record)
@@ -51,6 +59,9 @@ notebooks: setup
 # These need Python alone, no set-up.
 standalone:
 	@$(or $(PYTHON),python3) tools/publish.py standalone
+
+exercises:
+	@$(or $(PYTHON),python3) tools/publish.py exercises
 
 GIVEN := $(origin REPO)
 export REPO TAG KAGGLE_USER NOTEBOOK
@@ -79,9 +90,13 @@ $(VENV)/ready-bench: $(READY) requirements-bench.txt
 	@$(BIN)/python -m pip install --quiet --requirement requirements-bench.txt
 	@touch $@
 
+$(VENV)/ready-site: $(READY) requirements-site.txt
+	@$(BIN)/python -m pip install --quiet --requirement requirements-site.txt
+	@touch $@
+
 $(VENV)/ready-browser: $(READY) requirements-browser.txt
 	@$(BIN)/python -m pip install --quiet --requirement requirements-browser.txt
 	@touch $@
 
 clean:
-	rm -rf build .hosts .venv .venv-* .pytest_cache .ruff_cache
+	rm -rf build my_report.html notebooks/my_report.html .hosts .venv .venv-* .pytest_cache .ruff_cache

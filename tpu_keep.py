@@ -115,7 +115,7 @@ def write(path: str, arrays: dict) -> None:
 def read_newest(folder: str) -> dict:
     """{name: array} of the newest file in `folder` that is whole, {} if there is none; says which are not.
 
-    Built in notebooks/08_keep_your_work.ipynb. Those are renamed to *.broken. Raises `Refused` if there are no others.
+    Built in notebooks/08_keep_your_work.ipynb. Those are renamed to end in `.broken`; `Refused` if there are no others.
     """
     paths = sorted(tf.io.gfile.glob(os.path.join(folder, "step-*.npz")))
     for path in reversed(paths):

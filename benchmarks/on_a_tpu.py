@@ -39,7 +39,7 @@ CASE = ("model", "policy", "per_replica_batch_size")
 BATCHES = {"TPU": "128,512,2048,8192", "GPU": "128,512,2048,8192", "CPU": "32,128"}  # per replica
 STEPS_PER_EXECUTION = {"TPU": 32, "GPU": 32, "CPU": 4}
 EPOCHS = 5  # timed, after one that is not
-COLOURS = {"float32": "C3", "mixed_bfloat16": "C0"}
+COLOURS = {"float32": "C6", "mixed_bfloat16": "C0"}  # as kit.mplstyle has them
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -230,7 +230,7 @@ def draw(path: Path, content: dict, kind: str):
     title = f"a {kind}'s figures: they prove the mechanism, not a TPU's speed"
     if content["on_a_tpu"]:
         title = f"{content['slice'] or 'a TPU'}, {content['date']}: measured (median, lowest … highest) and predicted"
-    with matplotlib.style.context(["tableau-colorblind10", {"axes.spines.top": False, "axes.spines.right": False}]):
+    with matplotlib.style.context(Path(__file__).resolve().parent.parent / "kit.mplstyle"):
         figure = Figure(figsize=(10, 4.2), layout="constrained")
         figure.suptitle(f"{title}; {content['replicas']} replica(s)", fontsize=11)
         for axis, model in zip(figure.subplots(1, len(MODELS), sharey=True), MODELS, strict=True):

@@ -447,7 +447,7 @@ The listing does not augment. The kit's `fit` is the faster of its two rows, nam
 load before {machine["load_before"]}, {machine["versions"]}.
 {slow}What holds back where a target is not met is in [`benchmarks/speed.md`](benchmarks/speed.md).
 
-| section | batch | ratio, recorded | median (lowest … highest) | target | |
+| section | batch | ratio, recorded | median (lowest … highest) | target | met? |
 | --- | --- | --- | --- | --- | --- |
 {chr(10).join(rows)}
 {absent}
@@ -473,7 +473,7 @@ def draw(path: Path, content: dict) -> None:
     panels = [
         (titles[section], batch, samples[section][batch]) for section in titles for batch in samples.get(section, ())
     ]
-    with matplotlib.style.context(["tableau-colorblind10", {"axes.spines.top": False, "axes.spines.right": False}]):
+    with matplotlib.style.context(ROOT / "kit.mplstyle"):
         figure = Figure(figsize=(10, 1 + 1.3 * len(panels)), layout="constrained")
         on = (
             f"{'recorded' if path == PICTURE else 'measured'} on {content['machine']['cores']} cores, {content['date']}"
@@ -485,7 +485,7 @@ def draw(path: Path, content: dict) -> None:
             axis = figure.add_subplot(-(-len(panels) // 2), 2, place)
             for name, values in rates.items():
                 middle, low, high = (judged(values)[key] / 1000 for key in ("median", "lowest", "highest"))
-                colour = "C0" if name.startswith("kit") else "C1" if name.startswith("listing") else "C2"
+                colour = "C0" if name.startswith("kit") else "C6" if name.startswith("listing") else "0.8"
                 axis.barh(name, middle, xerr=[[middle - low], [high - middle]], color=colour, capsize=3)
                 axis.annotate(
                     f"{middle:,.0f}", (high, name), (5, 0), textcoords="offset points", va="center", fontsize=8

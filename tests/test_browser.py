@@ -29,8 +29,8 @@ def lab(tmp_path_factory):
     shutil.copytree(ROOT / "notebooks", kit / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     shutil.copytree(ROOT / "recorded", kit / "recorded")
     shutil.copytree(ROOT / "tools", kit / "tools", ignore=shutil.ignore_patterns("__pycache__"))
-    for module in ("tpu_helpers.py", "tpu_measure.py", "tpu_keep.py", "tpu_compiler.py"):
-        shutil.copy(ROOT / module, kit)
+    for file in ("tpu_helpers.py", "tpu_measure.py", "tpu_keep.py", "tpu_compiler.py", "kit.mplstyle"):
+        shutil.copy(ROOT / file, kit)
     settings = {
         "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is on the page, also those out of sight
         "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -88,3 +89,25 @@ def test_without_a_suitable_python_it_says_which_one_is_needed(tmp_path):
 def test_continuous_integration_runs_the_same_command():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_cheat_sheets_code_runs_from_top_to_bottom(tmp_path):
+    """With the kit's model and digits, in a process of its own."""
+    sheet = (ROOT / "book" / "cheatsheet.md").read_text()
+    blocks = re.findall(r"(?s)```python\n(.*?)```", sheet)
+    assert len(blocks) >= 10
+    cells = nbformat.read(ROOT / "notebooks" / "04_fit.ipynb", 4).cells
+    model = next(cell.source for cell in cells if cell.source.startswith("def build_model"))
+    blocks[0] += "\n(x_train, y_train), _ = load_data()\n" + model
+    (tmp_path / "sheet.py").write_text("\n".join(blocks))
+    result = subprocess.run(
+        [sys.executable, "sheet.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "predicted" in result.stdout
+    assert "measured" in result.stdout

@@ -155,7 +155,8 @@ def run_notebook(environment, name, folder, chip=False, variables=None, source=R
         (folder / "accel0").touch()
         helper = helper.replace('"/dev/accel0"', repr(str(folder / "accel0")))
     (folder / "tpu_helpers.py").write_text(helper)
-    shutil.copy(ROOT / "tpu_measure.py", folder)
+    for file in ("tpu_measure.py", "kit.mplstyle"):
+        shutil.copy(ROOT / file, folder)
     shutil.copy(source / f"{name}.ipynb", folder)
     given = [part for key, value in (SMALL.get(name, {}) | parameters).items() for part in ("-p", key, str(value))]
     command = ["-m", "papermill", f"{name}.ipynb", "result.ipynb", "-k", "python3", "--log-level", "ERROR", *given]
@@ -181,7 +182,8 @@ def kaggle_push(folder):
     work = folder / "work"
     shutil.copytree(ROOT / "tools", work / "tools")
     shutil.copytree(ROOT / "notebooks", work / "notebooks")
-    shutil.copy(ROOT / "tpu_helpers.py", work)
+    for file in ("tpu_helpers.py", "kit.mplstyle"):
+        shutil.copy(ROOT / file, work)
     subprocess.run([sys.executable, work / "tools" / "publish.py", "kaggle", "ada", "04_fit"], check=True)
     result, seen = run_notebook(folder, "notebook", work / "build", source=work / "build" / "kaggle")
     assert result.returncode == 0, seen[-3000:] + result.stderr[-3000:]

@@ -149,6 +149,10 @@ KINDS_OF = {  # some notebooks; the sizes that 05 measures are all between its t
         "tpu": (["v5e-8", "v6e-8", "v5e-1"], ["v5e-7", "", 8, None]),
         "per_replica_batch_size": ([64, 128], [0, "many", -1, None]),
     },
+    "12_your_own_model": {
+        "model": (["kit"], ["Resnet50", "", 3, None]),
+        "tpu": (["v5e-8", "v6e-8", "v5e-1"], ["v5e-7", "", 8, None]),
+    },
 }
 REPLICAS = [2, 3, 8, 1, 4]  # of the good sets, in turns; the suite's is the first, as most notebooks' default is 8
 
@@ -240,7 +244,8 @@ def test_a_tpu_that_is_not_there_does_not_hold_up_the_first_notebook(tpu, tmp_pa
     monkeypatch.setenv("no_proxy", "*")
     helper = (ROOT / "tpu_helpers.py").read_text()
     (tmp_path / "tpu_helpers.py").write_text(helper.replace("PATIENCE = 30", "PATIENCE = 2"))
-    shutil.copy(ROOT / "tpu_measure.py", tmp_path)
+    for file in ("tpu_measure.py", "kit.mplstyle"):
+        shutil.copy(ROOT / file, tmp_path)
     after = ("Count the replicas", "Run something on every replica", "Deal out a batch", "Your turn")
     notebook = shortened(NOTEBOOKS[0], tmp_path, after)
     result = papermill.execute_notebook(

@@ -23,16 +23,22 @@ from test_notebooks import LONG, NAMES, TRAINING, printed, random_parameters, sh
 
 REPO = "ada/tpu-kit"
 FILES = ("tpu_helpers.py", "tpu_compiler.py", "recorded/predictions.json")
-BESIDE = {"01_connect_to_tpu": "tpu_measure.py", "08_keep_your_work": "tpu_keep.py"}
-BESIDE |= {"09_when_it_breaks": "tpu_measure.py", "10_scale_out": "tpu_measure.py"}
+BESIDE = {"01_connect_to_tpu": ["tpu_measure.py"], "08_keep_your_work": ["tpu_keep.py"]}
+BESIDE |= {"09_when_it_breaks": ["tpu_measure.py"], "10_scale_out": ["tpu_measure.py"]}
+BESIDE |= {"12_your_own_model": ["tpu_measure.py", "tpu_keep.py"]}
 PROGRAMS = {"10_scale_out": ("tools/data_service.py",)}
-ALL = (*FILES, *{*BESIDE.values()}, "tools/data_service.py")
-ASKING = [name for name in NAMES if name[:2] in ("05", "06", "07", "09", "10", "11")]  # which need all three
+ALL = (*FILES, "tpu_measure.py", "tpu_keep.py", "tools/data_service.py", "kit.mplstyle")
+ASKING = [name for name in NAMES if name[:2] in ("05", "06", "07", "09", "10", "11", "12")]  # which need all three
 
 
 def needed(name):
-    beside = [BESIDE[name]] if name in BESIDE else []
-    return (FILES[0], *beside, *(FILES[1:] if name in ASKING else ()), *PROGRAMS.get(name, ()))
+    return (
+        FILES[0],
+        *BESIDE.get(name, ()),
+        *(FILES[1:] if name in ASKING else ()),
+        *PROGRAMS.get(name, ()),
+        "kit.mplstyle",
+    )
 
 
 @pytest.fixture
@@ -115,6 +121,13 @@ def test_badges_lead_to_the_repository_at_its_tag(kit):
         assert (kit / "README.md").read_text().count(f"blob/v1.0.0/notebooks/{path.name}") == 2
 
 
+def test_the_readme_leads_to_the_book(kit):
+    publish(kit, "links", "Ada/tpu-kit", "v1.0.0")
+    assert "<https://ada.github.io/tpu-kit/>" in (kit / "README.md").read_text()
+    publish(kit, "links", "")
+    assert "github.io" not in (kit / "README.md").read_text()
+
+
 def test_the_stamps_are_the_files_own_fingerprints(kit):
     publish(kit, "links", REPO, "v1.0.0")
     for path in (kit / "notebooks").glob("*.ipynb"):
@@ -151,7 +164,7 @@ def make(*arguments):
     return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("command", ["publish", "standalone", "kaggle"])
+@pytest.mark.parametrize("command", ["publish", "standalone", "exercises", "kaggle"])
 def test_publishing_needs_no_set_up(command):
     """What make would run, for a .venv that is not there: nothing that installs."""
     planned = make("--dry-run", command, "REPO=ada/tpu-kit", "VENV=/no/such/venv").stdout
@@ -299,8 +312,9 @@ def standalone(tmp_path_factory):
     for file in ALL:
         (copy / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, copy / file)
-    result = publish(copy, "standalone")
-    assert result.returncode == 0, result.stderr
+    for command in ("standalone", "exercises"):
+        result = publish(copy, command)
+        assert result.returncode == 0, result.stderr
     return copy / "build" / "standalone"
 
 
@@ -312,16 +326,17 @@ def offline(command):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_standalone_notebook_runs_alone_without_a_network(name, standalone, tmp_path):
-    """On two replicas: one of the suite's five random sets of parameters."""
+def test_a_notebook_with_exercises_to_solve_runs_alone_without_a_network(name, standalone, tmp_path):
+    """A standalone one without solutions, on two replicas: one of the suite's five random sets of parameters."""
+    source = standalone.parent / "exercises" / f"{name}_exercises.ipynb"
     if name in LONG:
-        shortened(standalone / f"{name}.ipynb", tmp_path, LONG[name])
+        shortened(source, tmp_path, LONG[name])
     else:
-        shutil.copy(standalone / f"{name}.ipynb", tmp_path)
+        shutil.copy(source, tmp_path)
     chosen, bad = random_parameters(name, 1)
     assert not bad
     parameters = [text for key, value in chosen.items() for text in ("-p", key, str(value))]
-    command = [sys.executable, "-m", "papermill", f"{name}.ipynb", "result.ipynb", "-k", "python3", *parameters]
+    command = [sys.executable, "-m", "papermill", source.name, "result.ipynb", "-k", "python3", *parameters]
     dead = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     result = subprocess.run(
         offline(command), cwd=tmp_path, env=os.environ | dead, capture_output=True, text=True, check=False
@@ -331,6 +346,25 @@ def test_a_standalone_notebook_runs_alone_without_a_network(name, standalone, tm
     assert name not in TRAINING or f"Training on {chosen['virtual_replicas']} virtual replica(s)" in said
     for file in map(Path, needed(name)):
         assert (tmp_path / file.name).read_bytes() == (ROOT / file).read_bytes()
+    assert len(re.findall(r"^Not yet: .{20,}\.$", said, re.MULTILINE)) == 2, "both stubs are told what to do"
+    assert "Right: " not in said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exercises_have_stubs_and_checks_but_no_solutions(name, standalone):
+    """That the solutions pass, nbval shows in test_notebooks.py; that the stubs do not, the run above."""
+    source = standalone.parent / "exercises" / f"{name}_exercises.ipynb"
+    content, complete = nbformat.read(source, 4), nbformat.read(standalone / f"{name}.ipynb", 4)
+    nbformat.validate(content)
+    tags = [tag for cell in content.cells for tag in cell.metadata.get("tags", [])]
+    assert tags.count("exercise") == tags.count("exercise-check") == 2
+    assert "solution" not in tags
+    assert len(content.cells) == len(complete.cells) - 2
+    assert not [cell for cell in content.cells if cell.get("outputs") or cell.get("execution_count")]
+    solutions = [cell.source for cell in complete.cells if "solution" in cell.metadata.get("tags", [])]
+    left = "\n".join(cell.source for cell in content.cells)
+    assert len(solutions) == 2
+    assert not [solution for solution in solutions if solution in left]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,11 +7,13 @@ import re
 import statistics
 import subprocess
 import sys
+from urllib.parse import unquote
 
 import nbformat
 import pytest
 from conftest import NOTEBOOKS, ROOT
 
+import tpu_compiler
 import tpu_helpers
 import tpu_measure
 
@@ -108,7 +110,8 @@ def test_the_install_section_has_the_helpers_own_commands():
 
 @each_notebook
 def test_cells_are_short(name):
-    lengths = [len(cell.source.splitlines()) for cell in code_cells(name)]
+    sources = [re.sub(r"(?s)FILES = \{.*?\n\}\n", "", cell.source) for cell in code_cells(name)]
+    lengths = [len(source.splitlines()) for source in sources]
     assert statistics.median(lengths) <= 8
     assert max(lengths) <= 40
 
@@ -123,16 +126,74 @@ def test_plotting_can_be_skipped(name):
 
 
 @each_notebook
-def test_there_is_an_exercise_with_a_check(name):
-    assert len(tagged(name, "exercise")) == 1
-    (check,) = tagged(name, "exercise-check")
-    assert "assert " in check.source
+def test_the_first_cell_says_what_it_needs_and_how_long_it_takes(name):
+    """The numbers are written by `make notebooks`."""
+    first = CONTENT[name].cells[0].source
+    found = re.search(
+        r"Needs: .+ Runs in (\d+) s \(recorded: \d+ CPU cores, \w+ \d{4}\), reads in (\d+) minutes", first, re.S
+    )
+    assert found, first
+    assert 5 <= int(found[1]) <= 45
+    assert 3 <= int(found[2]) <= 40
+
+
+@each_notebook
+def test_two_exercises_each_with_a_check_and_a_folded_solution(name):
+    """First the stub, then its check, then the solution, and nothing between them."""
+    tags = [cell.metadata.get("tags", [""])[0] for cell in CONTENT[name].cells]
+    places = [place for place, tag in enumerate(tags) if tag == "exercise"]
+    assert len(places) == tags.count("exercise-check") == tags.count("solution") == 2
+    for number, place in enumerate(places, 1):
+        task, stub, check, solution = CONTENT[name].cells[place - 1 : place + 3]
+        assert task.source.startswith(f"### Exercise {number}: ")
+        assert tags[place + 1 : place + 3] == ["exercise-check", "solution"]
+        assert re.search(r"\.\.\.", stub.source), "nothing is left to fill in"
+        assert f"def check_{number}(" in check.source
+        assert "Not right: " in check.source
+        assert check.source.splitlines()[-1].startswith(f"print(check_{number}(")
+        assert solution.source.startswith("# @title Solution\n")
+        assert solution.metadata.jupyter == {"source_hidden": True, "outputs_hidden": True}
+        assert re.search(rf"assert check_{number}\(.*\.startswith\(\"Right: \"\)", solution.source)
+        assert re.search(rf"assert check_{number}\(.*\.startswith\(\"Not right: \"\)", solution.source, re.DOTALL)
+        assert re.match(r"Not yet: .{20,}\.\n?$", stored(check)), "the stub is not told what to do"
+        assert stored(solution).startswith("Right: ")
+        assert "nbval-check-output" in check.metadata.tags, "or nbval would not compare what the stub is told"
+
+
+def pictures_of(cell):
+    return [kind for output in cell.outputs for kind in output.get("data", {}) if kind.startswith("image/")]
+
+
+@each_notebook
+def test_pictures_have_alternative_texts(name):
+    for cell in code_cells(name):
+        if pictures_of(cell):
+            alt = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
+            assert 60 <= len(alt) <= 320, f"{cell.source[:60]}: {alt!r}"
+            assert not re.search(r"[\n\"<>]", alt)
+
+
+@each_notebook
+def test_a_colour_is_called_by_what_it_stands_for(name):
+    """CHIP, HOST, LINK …, as kit.mplstyle says; no colour of its own for anything but black, white and greys."""
+    for cell in tagged(name, "hide-input"):
+        colours = re.findall(
+            r"""["'](?:C\d[^"']{0,4}|tab:\w+|crimson|red|blue|green|orange|#[0-9a-fA-F]{3,8})["']""", cell.source
+        )
+        assert not colours, cell.source[:80]
+
+
+def test_the_style_names_the_colours_that_the_notebooks_use():
+    style = (ROOT / "kit.mplstyle").read_text()
+    named = re.findall(r"^#   C(\d) (\w+) ", style, re.MULTILINE)
+    assert len(re.search(r"cycler\('color', \[(.*)\]", style)[1].split(",")) == len(named)
+    source = code_cells("04_fit")[1].source
+    assert ", ".join(colour for _, colour in named) + " = " in source
 
 
 @each_notebook
 def test_there_are_pictures_and_proofs(name):
-    pictures = [output for cell in code_cells(name) for output in cell.outputs if "image/png" in output.get("data", {})]
-    assert len(pictures) >= 2
+    assert sum(len(pictures_of(cell)) for cell in code_cells(name)) >= 2
     assert sum(cell.source.count("assert") for cell in code_cells(name)) >= 4
 
 
@@ -334,6 +395,35 @@ def test_links_lead_to_files_that_exist(name):
     for link in re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text):
         if not link.startswith(("http://", "https://", "#")):
             assert (folder / link.partition("#")[0]).exists(), f"{name} links to {link}"
+
+
+def anchors_of(path):
+    """Of a notebook as JupyterLab makes them, of a page of Markdown as GitHub does."""
+    if path.suffix == ".ipynb":
+        return {
+            heading.replace("`", "").replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", prose(path.stem), re.M)
+        }
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", ["README", *CONTENT])
+def test_links_lead_to_sections_that_exist(name):
+    path = ROOT / "README.md" if name == "README" else ROOT / "notebooks" / f"{name}.ipynb"
+    text = prose(name) if name in CONTENT else path.read_text()
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
+        target = (path.parent / file).resolve() if file else path
+        assert unquote(anchor) in anchors_of(target), f"{name}: {file}#{anchor}"
+
+
+def test_the_cheat_sheet_has_the_kits_own_numbers():
+    sheet = (ROOT / "book" / "cheatsheet.md").read_text()
+    assert tpu_helpers.INSTALL in sheet
+    chips = re.findall(r"^(v\w+) +(\d+) GiB +(\d+) TFLOP/s +([\d,]+) GB/s$", sheet, re.MULTILINE)
+    assert len(chips) == 5
+    for name, *numbers in chips:
+        chip = tpu_compiler.GENERATIONS[name]
+        assert [int(number.replace(",", "")) for number in numbers] == [chip.hbm_gib, chip.tflops, chip.hbm_gb_per_s]
 
 
 def test_readme_names_every_notebook_and_every_command():

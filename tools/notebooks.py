@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import math
 import os
 import re
 import sys
@@ -47,6 +48,7 @@ def run(notebook: Path) -> Path:
 def regenerate(notebook: Path) -> Path:
     """Execute in the notebook's own folder and store what a reader would see; raise, and store nothing, on an error."""
     content = nbformat.read(notebook, as_version=4)
+    began = time.perf_counter()
     os.environ["TPU_COMPILER_RECORD"] = str(RECORDS)
     NotebookClient(
         content,
@@ -56,6 +58,7 @@ def regenerate(notebook: Path) -> Path:
         record_timing=False,
         coalesce_streams=True,  # progress bars as they end, not each of their states
     ).execute(cwd=str(notebook.parent))
+    say_how_long(content, time.perf_counter() - began)
     for cell in content.cells:
         if "readme_picture" in cell.metadata:
             store_picture(cell, ROOT / "images" / cell.metadata["readme_picture"])
@@ -63,6 +66,18 @@ def regenerate(notebook: Path) -> Path:
     content.metadata["language_info"] = {"name": "python"}
     nbformat.write(content, notebook)
     return notebook
+
+
+def say_how_long(content: nbformat.NotebookNode, seconds: float) -> None:
+    """In the first cell: the time of this run, recorded, and of reading, at 200 words of prose a minute."""
+    prose = " ".join(cell.source for cell in content.cells if cell.cell_type == "markdown")
+    minutes = math.ceil(len(re.findall(r"\w+", prose)) / 200)
+    where = f"{os.cpu_count()} CPU cores, {time.strftime('%B %Y')}"
+    line = f"Runs in {seconds:.0f} s (recorded: {where}), reads in {minutes} minutes."
+    first, found = re.subn(r"Runs in .*? reads in \d+ minutes\.", line, content.cells[0].source, flags=re.DOTALL)
+    if not found:
+        raise OSError("its first cell does not say 'Runs in 0 s (recorded: …), reads in 0 minutes.'")
+    content.cells[0].source = first
 
 
 def store_picture(cell: nbformat.NotebookNode, path: Path) -> None:

@@ -2,6 +2,7 @@
 
     python tools/publish.py links OWNER/NAME TAG   # what `make publish REPO=OWNER/NAME TAG=…` calls; "" takes them out
     python tools/publish.py standalone             # `make standalone`: notebooks that carry their helpers, in build/
+    python tools/publish.py exercises              # `make exercises`: the same without the solutions
     python tools/publish.py kaggle USER NOTEBOOK   # `make kaggle`: one of them with its metadata, ready to push
 
 It stands in a file because badges, links and fingerprints are written from one place, and taken out again. It needs
@@ -25,6 +26,7 @@ MODULES = {  # that a notebook may import, and the files that each needs
     "tpu_keep": ["tpu_keep.py"],
     "tpu_compiler": ["tpu_compiler.py", "recorded/predictions.json"],
 }
+STYLE = "kit.mplstyle"  # that every notebook draws with
 PROGRAMS = {"data_service.py": "tools/data_service.py"}  # that a notebook may call by this name
 RAW = "https://raw.githubusercontent.com"
 BADGES = {  # image and link
@@ -80,7 +82,8 @@ def files_of(content: dict) -> list[str]:
     cells = [cell for cell in content["cells"] if cell["cell_type"] == "code" and not is_setup(cell)]
     code = "\n".join(cell["source"] for cell in cells)
     imported = [files for name, files in MODULES.items() if re.search(rf"(?m)^(from|import) {name}\b", code)]
-    return [file for files in imported for file in files] + [PROGRAMS[name] for name in PROGRAMS if f'"{name}"' in code]
+    programs = [PROGRAMS[name] for name in PROGRAMS if f'"{name}"' in code]
+    return [file for files in imported for file in files] + programs + [STYLE]
 
 
 def code_cell(name: str, source: str, metadata: dict, count: int | None, said: str) -> dict:
@@ -111,7 +114,9 @@ def write_links(repo: str, tag: str, raw: str = RAW) -> None:
         for old, new in ((r"FILES = \{.*?^\}", f"FILES = {{\n{lines}}}"), ('SOURCE = "[^"]*"', f'SOURCE = "{source}"')):
             setup["source"] = re.sub(f"(?ms)^{old}", lambda _, new=new: new, setup["source"])
         save(path, content)
-    block = "\n".join(["", "", "| open | in |", "| --- | --- |", *rows, "", ""]) if repo else "\n"
+    owner, _, name = repo.partition("/")
+    book = f"Read it as a book: <https://{owner.lower()}.github.io/{name}/>"
+    block = "\n".join(["", "", book, "", "| open | in |", "| --- | --- |", *rows, "", ""]) if repo else "\n"
     readme = re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + block + END, readme, flags=re.DOTALL)
     (ROOT / "README.md").write_text(readme, encoding="utf-8")
 
@@ -142,12 +147,26 @@ def standalone(path: Path) -> dict:
     return content
 
 
-def write_standalone() -> None:
-    folder = ROOT / "build" / "standalone"
+def exercises(path: Path) -> dict:
+    """The standalone notebook for who wants to solve its exercises: without solutions and outputs."""
+    content = standalone(path)
+    content["cells"] = [cell for cell in content["cells"] if "solution" not in cell["metadata"].get("tags", [])]
+    for cell in content["cells"]:
+        if cell["cell_type"] == "code":
+            cell["execution_count"], cell["outputs"] = None, []
+        elif cell["source"].startswith("## Your turn"):
+            cell["source"] = re.sub(r" The solution is folded.*", "", cell["source"])
+    return content
+
+
+def write_each(name: str, made, suffix: str = "") -> None:
+    """What `made` makes of each notebook, as files in that folder of build/."""
+    folder = ROOT / "build" / name
     folder.mkdir(parents=True, exist_ok=True)
     for path in NOTEBOOKS:
-        save(folder / path.name, standalone(path))
-        print((folder / path.name).relative_to(ROOT))
+        target = folder / f"{path.stem}{suffix}.ipynb"
+        save(target, made(path))
+        print(target.relative_to(ROOT))
 
 
 def write_kaggle(user: str, name: str) -> None:
@@ -181,12 +200,15 @@ def main() -> None:
     links.add_argument("tag", nargs="?", default="")
     links.add_argument("--raw", default=RAW, help="where files are fetched from")
     commands.add_parser("standalone")
+    commands.add_parser("exercises")
     kaggle = commands.add_parser("kaggle")
     kaggle.add_argument("user")
     kaggle.add_argument("notebook")
     given = parser.parse_args()
     if given.command == "standalone":
-        write_standalone()
+        write_each("standalone", standalone)
+    elif given.command == "exercises":
+        write_each("exercises", exercises, "_exercises")
     elif given.command == "kaggle":
         if not re.fullmatch(r"[\w-]+", given.user):
             refuse(f"KAGGLE_USER={given.user!r} is no name: pass the one in your profile's address.")
