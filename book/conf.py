@@ -12,6 +12,7 @@ project = "Learn TensorFlow on TPUs"
 author = "The authors of the kit"
 project_copyright = "the authors of the kit, Apache License 2.0"
 language = "en"
+highlight_language = "text"  # where a block does not say its own
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
 nitpicky = True
@@ -45,8 +46,8 @@ templates_path = ["_templates"]
 html_sidebars = {"**": ["contents.html"]}
 html_theme_options = {
     "navbar_center": [],
-    "navbar_persistent": [],
-    "navbar_end": ["search-button-field", "theme-switcher"],
+    "navbar_persistent": ["search-button-field"],  # on a phone, too
+    "navbar_end": ["theme-switcher"],
     "navigation_with_keys": False,
     "secondary_sidebar_items": {"**": ["page-toc"], "index": [], "cheatsheet": []},
     "article_header_start": [],

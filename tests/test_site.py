@@ -244,9 +244,10 @@ def test_search_finds(word, visit):
         assert "Build an input pipeline" in " ".join(found)
 
 
-def test_search_is_reached_from_a_page(visit):
-    page = visit("notebooks/04_fit.html")
-    page.keyboard.press("Control+k")
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_search_is_reached_from_a_page(width, visit):
+    page = visit("notebooks/04_fit.html", width)
+    page.locator(".search-button-field:visible, .search-button:visible").first.click()
     page.keyboard.type("drop_remainder\n")
     page.locator("#search-results li").first.wait_for(timeout=15_000)
     assert "drop_remainder" in page.url

@@ -3,7 +3,7 @@ for (const picture of document.querySelectorAll('.bd-article img[src$=".gif"]'))
   const still = document.createElement("canvas");
   const button = document.createElement("button");
   button.type = "button";
-  button.className = "motion btn btn-sm btn-outline-secondary";
+  button.className = "motion";
   const source = picture.src;
   const show = (moving) => {
     if (moving) {
