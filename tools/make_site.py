@@ -72,7 +72,8 @@ def relink(text: str, folder: str, page: str) -> str:
             target = TARGETS[file]
         else:
             return f"[{words}]({published()}/{file})" if published() else words
-        return f"[{words}]({posixpath.relpath(target, posixpath.dirname(page) or '.')})"
+        here = target == page  # what the link led to stands below it on the same page
+        return words if here else f"[{words}]({posixpath.relpath(target, posixpath.dirname(page) or '.')})"
 
     return re.sub(r"(?s)\[((?:[^][]|!\[[^]]*\]\([^)]*\))*)\]\(([^)\s]+)\)", link, text)
 
@@ -102,6 +103,9 @@ def page_of(path: Path) -> dict:
             cell["source"] = relink(cell["source"], "notebooks", f"notebooks/{path.name}")
         elif is_setup(cell) or "plt.style.use(" in cell["source"]:
             cell["metadata"]["tags"] = [*tags, "hide-input"]
+        elif "exercise-check" in tags:
+            cell["metadata"]["tags"] = [*tags, "hide-input"]
+            cell["metadata"]["mystnb"] = {"code_prompt_show": "Show the check", "code_prompt_hide": "Hide it"}
         elif "solution" in tags:
             tags.append("hide-cell")
             cell["metadata"]["mystnb"] = {"code_prompt_show": "Show the solution", "code_prompt_hide": "Hide it"}
@@ -168,6 +172,8 @@ def write_pages() -> None:
     for heading, (page, title) in SECTIONS.items():
         if page != "index":
             text = relink(section(heading), "", f"{page}.md")
+            file = '<a href="files/04_fit.ipynb" download>a standalone notebook</a>'
+            text = text.replace("a standalone notebook", file, 1) if page == "platforms" else text
             (PAGES / f"{page}.md").write_text(f"# {title}\n\n{text}", encoding="utf-8")
     text = (PAGES / "cheatsheet.md").read_text(encoding="utf-8")
     text = re.sub(r"\((\d+)\)", lambda match: notebook_link(int(match[1])), text)

@@ -25,3 +25,11 @@ for (const picture of document.querySelectorAll('.bd-article img[src$=".gif"]'))
 
 // A table that is wider than the page can be moved with the keyboard, too.
 for (const table of document.querySelectorAll(".bd-article table")) table.tabIndex = 0;
+
+// A picture of a cell leads to itself, alone and as large as it is: on a phone its text is small.
+for (const picture of document.querySelectorAll('.cell_output img:not([src$=".gif"])')) {
+  const link = document.createElement("a");
+  link.href = picture.src;
+  picture.replaceWith(link);
+  link.append(picture);
+}
