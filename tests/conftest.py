@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import tpu_helpers  # noqa: E402
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "build" / "browser"  # where the tests in a browser leave them
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 
 
@@ -32,3 +34,20 @@ def tf():
 
         tpu_helpers.virtual_strategy(2)
     return tensorflow
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A headless browser."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not program:
+        pytest.exit("Chromium is not installed: run `apt-get install chromium`, then the same again.", 1)
+    options = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=program, args=[*options, "--disable-component-update", "--disable-sync"]
+        )
+        yield browser
+        browser.close()

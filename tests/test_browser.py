@@ -13,12 +13,9 @@ import urllib.request
 
 import nbformat
 import pytest
-from conftest import NOTEBOOKS, ROOT
+from conftest import NOTEBOOKS, PICTURES, ROOT
 
 pytestmark = pytest.mark.browser
-PICTURES = ROOT / "build" / "browser"
-CHROMIUM = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-CHROMIUM += ["--disable-component-update", "--disable-sync"]
 PATIENCE = 180  # seconds for one notebook
 
 
@@ -64,19 +61,6 @@ def lab(tmp_path_factory):
         server.terminate()
 
 
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if not chromium:
-        pytest.exit("Chromium is not installed: run `apt-get install chromium`, then `make test-browser` again.", 1)
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=CHROMIUM)
-        yield browser
-        browser.close()
-
-
 def choose(page, menu, item):
     page.locator(".lm-MenuBar-item", has_text=menu).click()
     page.locator(".lm-Menu-item", has_text=item).first.click()
@@ -96,11 +80,11 @@ def wait_until_run(page, cells):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_run_all_cells(notebook, lab, browser):
+def test_run_all_cells(notebook, lab, chromium):
     stored = nbformat.read(notebook, as_version=4)
     code = [cell for cell in stored.cells if cell.cell_type == "code"]
     pictures = sum("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)
-    page = browser.new_page(viewport={"width": 1300, "height": 1000})
+    page = chromium.new_page(viewport={"width": 1300, "height": 1000})
     problems = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(f"{lab}/lab?reset", wait_until="domcontentloaded")

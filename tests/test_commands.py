@@ -17,6 +17,7 @@ PROGRAM = ROOT / "tools" / "notebooks.py"
 
 def write_notebook(path, *sources):
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells.insert(0, nbformat.v4.new_markdown_cell("# One\n\nRuns in 0 s (recorded: …), reads in 0 minutes."))
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), path)
     return path
@@ -57,7 +58,8 @@ def test_regenerate_stores_what_is_seen_and_nothing_of_a_failed_run(kit):
     before = (kit / "notebooks" / "02_bad.ipynb").read_bytes()
     assert call(kit, "regenerate").returncode == 1
     assert (kit / "notebooks" / "02_bad.ipynb").read_bytes() == before
-    first, second = nbformat.read(kit / "notebooks" / "01_good.ipynb", as_version=4).cells
+    head, first, second = nbformat.read(kit / "notebooks" / "01_good.ipynb", as_version=4).cells
+    assert re.search(r"Runs in [1-9]\d* s \(recorded: \d+ CPU cores, \w+ \d{4}\), reads in 1 minutes\.", head.source)
     assert (first.execution_count, first.outputs[0].text) == (1, "42\n")
     assert second.outputs[0].text == "2/2\n"
     assert first.metadata == {}

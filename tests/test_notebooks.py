@@ -64,8 +64,9 @@ def execute(name: str, folder: Path, without: tuple[str, ...] = (), **parameters
 
 
 def printed(notebook: nbformat.NotebookNode) -> str:
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return "\n".join(output.text for output in outputs if output.output_type == "stream")
+    """What the cells print, each from a line of its own; one cell's text may arrive in pieces."""
+    streams = [[o.text for o in cell.get("outputs", []) if o.output_type == "stream"] for cell in notebook.cells]
+    return "\n".join("".join(pieces) for pieces in streams if pieces)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,10 +16,9 @@ from urllib.parse import unquote
 
 import nbformat
 import pytest
-from conftest import NOTEBOOKS, ROOT
+from conftest import NOTEBOOKS, PICTURES, ROOT
 
 pytestmark = pytest.mark.site
-PICTURES = ROOT / "build" / "browser"
 PHONE, DESK = 390, 1440  # pixels
 REPO = "ada/tpu-kit"
 
@@ -81,19 +80,6 @@ def address(site):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    playwright = pytest.importorskip("playwright.sync_api")
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if not program:
-        pytest.exit("Chromium is not installed: run `apt-get install chromium`, then `make test-site` again.", 1)
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
