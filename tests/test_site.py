@@ -262,14 +262,14 @@ def test_a_solution_is_folded_until_it_is_asked_for(visit):
 
 def test_an_animation_can_be_stopped_and_stands_still_for_those_who_ask_for_that(visit):
     moving = visit("notebooks/03_build_model_in_scope.html")
-    picture = moving.locator(".bd-article img[src$='.gif']")
+    picture = moving.locator(".bd-article img[src$='.png'][alt^='Animation']")
     assert picture.count() == 1
     moving.get_by_role("button", name="Stop the animation").click()
     assert moving.locator("img[src^='data:image/png']").count() == 1
     still = visit("notebooks/03_build_model_in_scope.html", reduced_motion="reduce")
     assert still.locator("img[src^='data:image/png']").count() == 1
     still.get_by_role("button", name="Play the animation").click()
-    assert still.locator(".bd-article img[src$='.gif']").count() == 1
+    assert still.locator(".bd-article img[src$='.png'][alt^='Animation']").count() == 1
 
 
 @pytest.mark.parametrize("name", ["index", "cheatsheet", "notebooks/04_fit"])

@@ -149,6 +149,8 @@ def test_two_exercises_each_with_a_check_and_a_folded_solution(name):
         assert re.search(r"\.\.\.", stub.source), "nothing is left to fill in"
         assert f"def check_{number}(" in check.source
         assert "Not right: " in check.source
+        assert check.source.startswith("# @title Check\n")
+        assert check.metadata.jupyter == {"source_hidden": True}
         assert check.source.splitlines()[-1].startswith(f"print(check_{number}(")
         assert solution.source.startswith("# @title Solution\n")
         assert solution.metadata.jupyter == {"source_hidden": True, "outputs_hidden": True}

@@ -157,10 +157,12 @@ def write_pages() -> None:
     repository = published().partition("/blob/")[0]
     given = {
         "count": number_in_words(len(NOTEBOOKS)),
-        "jumps": relink(section("I only want …"), "", "index.md"),
+        "jumps": relink(section("I only want …"), "", "index.md").replace(
+            "(notebooks/09_when_it_breaks.ipynb#Find-your-message)", "(messages.md)"
+        ),
         "notebooks": "| number | notebook | what you can do afterwards | runs in, recorded | reads in |\n"
         "| --- | --- | --- | --- | --- |\n" + "\n".join(rows),
-        "open": f"The repository: <{repository}>." if repository else "",
+        "open": f"The repository: <{repository}>, to be had with `git clone {repository}`." if repository else "",
         "toctree": "\n".join(tree),
         "files": " ".join(f'<a href="files/{file}" download><code>{file}</code></a>' for file in MODULES),
         "data_service": data_service(),

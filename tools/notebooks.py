@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import base64
+import itertools
 import math
 import os
 import re
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -29,9 +31,10 @@ RECORDS = ROOT / "recorded" / "predictions.json"  # of the TPU compiler, for mac
 CONFIG = Config(KernelManager={"transport_encryption": "auto"})  # or each kernel warns that it is not encrypted
 
 
-def run(notebook: Path) -> Path:
+def run(notebook: Path, position: int = 0) -> Path:
     """Execute with papermill, from the repository's folder, into build/; raise where a cell does."""
     result = ROOT / "build" / notebook.name
+    bar = {"desc": notebook.stem, "bar_format": "{desc:26} {bar:30} {n_fmt}/{total_fmt} cells {elapsed}"}
     result.parent.mkdir(exist_ok=True)
     papermill.execute_notebook(
         notebook,
@@ -40,12 +43,30 @@ def run(notebook: Path) -> Path:
         kernel_name="python3",
         execution_timeout=TIMEOUT,
         config=CONFIG,
-        progress_bar={"desc": notebook.stem, "bar_format": "{desc:26} {bar:30} {n_fmt}/{total_fmt} cells {elapsed}"},
+        request_save_on_cell_execute=False,  # at the end, or writing takes a second or two of each notebook
+        progress_bar=bar | {"position": position, "leave": not position},
     )
     return result
 
 
-def regenerate(notebook: Path) -> Path:
+def measures(notebook: Path) -> bool:
+    """Whether it shows a speed of this machine: then nothing may run beside it."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    return "perf_counter(" in code or "throughput(" in code
+
+
+def told(action, notebook: Path, position: int = 0) -> tuple[Path, float, str, str]:
+    """The notebook, the seconds that the action took, whether it went well, and where the result is, or why not."""
+    began = time.perf_counter()
+    try:
+        where = str(action(notebook.resolve(), position).relative_to(ROOT))
+        return notebook, time.perf_counter() - began, "ok", where
+    except (papermill.exceptions.PapermillException, CellExecutionError, OSError) as error:
+        return notebook, time.perf_counter() - began, "FAILED", first_line(error)
+
+
+def regenerate(notebook: Path, _position: int = 0) -> Path:
     """Execute in the notebook's own folder and store what a reader would see; raise, and store nothing, on an error."""
     content = nbformat.read(notebook, as_version=4)
     began = time.perf_counter()
@@ -99,17 +120,16 @@ def main() -> int:
     parser.add_argument("notebooks", nargs="*", type=Path, help="default: all in notebooks/")
     arguments = parser.parse_args()
     notebooks = arguments.notebooks or sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-    action = run if arguments.action == "run" else regenerate
-    report, failed = [], False
-    for notebook in notebooks:
-        began = time.perf_counter()
-        try:
-            result, where = "ok", action(notebook.resolve()).relative_to(ROOT)
-        except (papermill.exceptions.PapermillException, CellExecutionError, OSError) as error:
-            result, where, failed = "FAILED", first_line(error), True
-        report.append(f"{notebook.stem:26} {time.perf_counter() - began:6.1f} s   {result:6}   {where}")
-    print("\n" + "\n".join(report))
-    return int(failed)
+    action, beside = regenerate, []
+    if arguments.action == "run":
+        action, beside = run, [notebook for notebook in notebooks[::-1] if not measures(notebook)]
+    with ProcessPoolExecutor(2) as pool:  # those that measure nothing: two at a time, the longest first
+        done = list(pool.map(told, [run] * len(beside), beside, itertools.count()))
+    done += [told(action, notebook) for notebook in notebooks if notebook not in beside]
+    print()
+    for notebook, seconds, result, where in sorted(done):
+        print(f"{notebook.stem:26} {seconds:6.1f} s   {result:6}   {where}")
+    return int(any(result != "ok" for _, _, result, _ in done))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 // Animated pictures get a button that stops them; they stand still from the start for those who asked their system for that.
-for (const picture of document.querySelectorAll('.bd-article img[src$=".gif"]')) {
+for (const picture of document.querySelectorAll('.bd-article img[alt^="Animation"]')) {
   const still = document.createElement("canvas");
   const button = document.createElement("button");
   button.type = "button";
@@ -27,7 +27,7 @@ for (const picture of document.querySelectorAll('.bd-article img[src$=".gif"]'))
 for (const table of document.querySelectorAll(".bd-article table")) table.tabIndex = 0;
 
 // A picture of a cell leads to itself, alone and as large as it is: on a phone its text is small.
-for (const picture of document.querySelectorAll('.cell_output img:not([src$=".gif"])')) {
+for (const picture of document.querySelectorAll('.cell_output img:not([alt^="Animation"])')) {
   const link = document.createElement("a");
   link.href = picture.src;
   picture.replaceWith(link);
