@@ -92,6 +92,8 @@ def test_run_all_cells(notebook, lab, chromium):
     page.locator(".jp-DirListing-item", has_text=notebook.name).dblclick()
     page.locator(".jp-NotebookPanel .jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(timeout=60_000)
     choose(page, "Edit", "Clear Outputs of All Cells")
+    for folded in ("Code", "Outputs"):  # of checks and solutions
+        choose(page, "View", f"Expand All {folded}")
     for _ in range(3):  # while the page is still being put together, a click may come to nothing
         choose(page, "Run", "Run All Cells")
         page.wait_for_timeout(3000)
