@@ -10,32 +10,33 @@ from __future__ import annotations
 
 import argparse
 import base64
-import itertools
+import functools
 import math
 import os
 import re
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import nbformat
 import papermill
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from tqdm import tqdm  # papermill brings it
 from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600  # seconds for one cell
 TOGETHER = ("01", "03", "07", "08", "09", "11")  # not about this machine's speed: `run` has two of them at a time
 RECORDS = ROOT / "recorded" / "predictions.json"  # of the TPU compiler, for machines where it cannot be asked
+BAR = "{{desc:26}} {{bar:30}} {{n_fmt}}/{{total_fmt}} {} {{elapsed}}"
 CONFIG = Config(KernelManager={"transport_encryption": "auto"})  # or each kernel warns that it is not encrypted
 
 
-def run(notebook: Path, position: int = 0) -> Path:
+def run(notebook: Path, bar: bool = True) -> Path:
     """Execute with papermill, from the repository's folder, into build/; raise where a cell does."""
     result = ROOT / "build" / notebook.name
-    bar = {"desc": notebook.stem, "bar_format": "{desc:26} {bar:30} {n_fmt}/{total_fmt} cells {elapsed}"}
     result.parent.mkdir(exist_ok=True)
     papermill.execute_notebook(
         notebook,
@@ -45,22 +46,22 @@ def run(notebook: Path, position: int = 0) -> Path:
         execution_timeout=TIMEOUT,
         config=CONFIG,
         request_save_on_cell_execute=False,  # at the end, or writing takes a second or two of each notebook
-        progress_bar=bar | {"position": position, "leave": not position},
+        progress_bar={"desc": notebook.stem, "bar_format": BAR.format("cells")} if bar else False,
     )
     return result
 
 
-def told(action, notebook: Path, position: int = 0) -> tuple[Path, float, str, str]:
+def told(action, notebook: Path) -> tuple[Path, float, str, str]:
     """The notebook, the seconds that the action took, whether it went well, and where the result is, or why not."""
     began = time.perf_counter()
     try:
-        where = str(action(notebook.resolve(), position).relative_to(ROOT))
+        where = str(action(notebook.resolve()).relative_to(ROOT))
         return notebook, time.perf_counter() - began, "ok", where
     except (papermill.exceptions.PapermillException, CellExecutionError, OSError) as error:
         return notebook, time.perf_counter() - began, "FAILED", first_line(error)
 
 
-def regenerate(notebook: Path, _position: int = 0) -> Path:
+def regenerate(notebook: Path) -> Path:
     """Execute in the notebook's own folder and store what a reader would see; raise, and store nothing, on an error."""
     content = nbformat.read(notebook, as_version=4)
     began = time.perf_counter()
@@ -118,7 +119,9 @@ def main() -> int:
     if arguments.action == "run":
         action, beside = run, [notebook for notebook in notebooks[::-1] if notebook.name.startswith(TOGETHER)]
     with ProcessPoolExecutor(2) as pool:  # the later ones first: they take longer
-        done = list(pool.map(told, [run] * len(beside), beside, itertools.count()))
+        each = [pool.submit(told, functools.partial(run, bar=False), notebook) for notebook in beside]
+        bar = {"desc": "two at a time", "bar_format": BAR.format("notebooks"), "disable": not beside}
+        done = [future.result() for future in tqdm(as_completed(each), total=len(each), **bar)]
     done += [told(action, notebook) for notebook in notebooks if notebook not in beside]
     print()
     for notebook, seconds, result, where in sorted(done):
